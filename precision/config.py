@@ -1,0 +1,246 @@
+"""Config files: one policy as TOML, JSON or YAML, in and out, with errors that name file, key and line.
+
+A file holds the fields of :class:`~precision.PrecisionPolicy`; ``preset`` may give the values to start from.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from precision.errors import ConfigError, PolicyError
+from precision.loss_scale import LossScale
+from precision.names import policy_from_name
+from precision.policy import PrecisionPolicy, Rule
+
+SUFFIXES = {".toml": "toml", ".json": "json", ".yaml": "yaml", ".yml": "yaml"}
+SCHEMA_ID = "https://json-schema.org/draft/2020-12/schema"
+
+
+def resolve_policy(policy: PrecisionPolicy | str | PathLike[str]) -> PrecisionPolicy:
+    """Return a policy given as itself, as a name or spelling, or as the path of a config file.
+
+    A string that ends in ``.toml``, ``.json``, ``.yaml`` or ``.yml`` is a path.
+
+    Raises:
+        PolicyError: unknown name. ConfigError: the file cannot be read.
+    """
+    if isinstance(policy, PrecisionPolicy):
+        return policy
+    if isinstance(policy, PathLike) or (isinstance(policy, str) and Path(policy).suffix.lower() in SUFFIXES):
+        return read_policy(policy)
+    return policy_from_name(policy)
+
+
+def read_policy(path: str | PathLike[str]) -> PrecisionPolicy:
+    """Read a policy file.
+
+    Args:
+        path: a ``.toml``, ``.json``, ``.yaml`` or ``.yml`` file.
+
+    Raises:
+        ConfigError: missing, malformed, or not valid; the message has file, line (where the format tells) and key.
+    """
+    file = Path(path)
+    kind = _kind(file)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from None
+    return policy_from_text(text, kind, source=str(file))
+
+
+def policy_from_text(text: str, kind: str, source: str = "<text>") -> PrecisionPolicy:
+    """Read a policy from the text of a file of a kind (``toml``, ``json`` or ``yaml``). Raises ``ConfigError``."""
+    data, lines = _parse(text, kind, source)
+    try:
+        return policy_from_dict(data)
+    except PolicyError as error:
+        raise _located(error, source, lines) from None
+
+
+def policy_from_dict(data: Mapping[str, Any]) -> PrecisionPolicy:
+    """Build a policy from plain values: the fields of the policy, and ``preset`` for the values to start from.
+
+    Raises:
+        PolicyError: unknown or contradictory keys, values out of range; ``.problems`` has them by dotted key.
+    """
+    fields = dict(data)
+    base: dict[str, Any] = {}
+    problems: list[tuple[str, str]] = []
+    if "preset" in fields:
+        try:
+            preset = policy_from_name(fields.pop("preset"))
+            base = {name: getattr(preset, name) for name in PrecisionPolicy.model_fields}
+        except PolicyError as error:
+            problems.append(("preset", str(error)))
+            fields.pop("preset", None)
+    if "loss_scale" in fields:
+        fields["loss_scale"] = _build(LossScale, fields["loss_scale"], "loss_scale", problems)
+    if "rules" in fields:
+        rules = fields["rules"]
+        if isinstance(rules, list):
+            fields["rules"] = tuple(_build(Rule, rule, f"rules.{i}", problems) for i, rule in enumerate(rules))
+        else:
+            problems.append(("rules", "must be a list of tables, each with module or family, and dtype"))
+    if problems:
+        raise PolicyError("; ".join(f"{key}: {message}" for key, message in problems), problems)
+    return PrecisionPolicy(**{**base, **fields})
+
+
+def _build(cls: type[Any], value: Any, key: str, problems: list[tuple[str, str]]) -> Any:
+    if not isinstance(value, Mapping):
+        problems.append((key, f"must be a table of settings (given: {value!r})"))
+        return None
+    try:
+        return cls(**{str(name): item for name, item in value.items()})
+    except PolicyError as error:
+        problems += [(f"{key}.{k}" if k else key, m) for k, m in error.problems or [("", str(error))]]
+        return None
+
+
+def write_policy(policy: PrecisionPolicy, path: str | PathLike[str]) -> None:
+    """Write a policy file in the format of the path's ending. Reading it gives an equal policy.
+
+    Raises:
+        ConfigError: the ending is unknown or the file cannot be written.
+    """
+    file = Path(path)
+    text = policy_to_text(policy, _kind(file))
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be written: {error}") from None
+
+
+def policy_to_text(policy: PrecisionPolicy, kind: str) -> str:
+    """The text of a policy file of a kind: ``toml``, ``json`` or ``yaml``."""
+    data = policy.to_dict()
+    if kind == "toml":
+        import tomli_w
+
+        return tomli_w.dumps(data)
+    if kind == "json":
+        return json.dumps(data, indent=2) + "\n"
+    return yaml.safe_dump(data, sort_keys=False)
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a policy file (draft 2020-12), as published in ``docs/precision.schema.json``."""
+    schema = PrecisionPolicy.model_json_schema()
+    schema["properties"] = {
+        "preset": {
+            "type": "string",
+            "title": "Preset",
+            "description": "a preset or another tool's spelling to start from",
+        },
+        **schema["properties"],
+    }
+    return {"$schema": SCHEMA_ID, **schema}
+
+
+def _kind(file: Path) -> str:
+    kind = SUFFIXES.get(file.suffix.lower())
+    if kind is None:
+        raise ConfigError(f"{file}: unknown ending {file.suffix!r}; use one of {', '.join(SUFFIXES)}.")
+    return kind
+
+
+# ---- parsing, with the line of every key -------------------------------------------------------------------------
+
+
+def _parse(text: str, kind: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the plain data and the 1-based line of each dotted key."""
+    lines: dict[str, int] = {}
+    try:
+        if kind == "toml":
+            data: Any = tomllib.loads(text)
+            lines = _toml_lines(text)
+        else:
+            if kind == "json":
+                data = json.loads(text)
+            node = _compose(text, required=kind == "yaml")
+            for key, line, again in _node_keys(node, ""):
+                if again:
+                    raise ConfigError(f"{source}:{line}: {key}: given twice.", [(key, "given twice")])
+                lines[key] = line
+            if kind == "yaml":
+                data = yaml.safe_load(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source}: not valid TOML: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source}:{error.lineno}: not valid JSON: {error.msg}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f":{mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{source}{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: nested too deeply for a precision config.") from None
+    if data is None:
+        data = {}
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise ConfigError(f"{source}: a precision config is a table of settings, not a {type(data).__name__}.")
+    return data, lines
+
+
+def _compose(text: str, required: bool) -> yaml.Node | None:
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        if required:
+            raise
+        return None  # JSON that YAML cannot read (tabs): no line numbers then
+
+
+def _node_keys(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, bool]]:
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key_node, value in node.value:
+            key = f"{prefix}{key_node.value}"
+            yield key, key_node.start_mark.line + 1, key in seen
+            seen.add(key)
+            yield from _node_keys(value, f"{key}.")
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield f"{prefix}{index}", item.start_mark.line + 1, False
+            yield from _node_keys(item, f"{prefix}{index}.")
+
+
+_HEADER = re.compile(r"\s*(\[\[?)\s*([\w.\-\s\"']+?)\s*\]\]?\s*(#.*)?$")
+_ASSIGN = re.compile(r"\s*([\w.\-\"']+)\s*=")
+
+
+def _toml_lines(text: str) -> dict[str, int]:
+    """The line of each key of a TOML file that is known to be valid (tomllib keeps no positions)."""
+    lines: dict[str, int] = {}
+    prefix, counts = "", dict[str, int]()
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := _HEADER.match(line):
+            name = re.sub(r"[\s\"']", "", header[2])
+            if header[1] == "[[":
+                counts[name] = counts.get(name, -1) + 1
+                name = f"{name}.{counts[name]}"
+            lines.setdefault(name, number)
+            prefix = f"{name}."
+        elif assign := _ASSIGN.match(line):
+            lines.setdefault(prefix + re.sub(r"[\"']", "", assign[1]), number)
+    return lines
+
+
+def _located(error: PolicyError, source: str, lines: Mapping[str, int]) -> ConfigError:
+    """Turn a policy error into one that names file, line and key for each problem."""
+    parts = []
+    for key, message in error.problems or (("", str(error)),):
+        probe = key
+        while probe and probe not in lines:
+            probe = probe.rpartition(".")[0]
+        where = f"{source}:{lines[probe]}" if probe else source
+        parts.append(f"{where}: {key}: {message}" if key else f"{where}: {message}")
+    return ConfigError("\n".join(parts), error.problems)
