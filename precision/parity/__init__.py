@@ -1,0 +1,17 @@
+"""The cross-backend parity suite: the same decisions and the same numbers, in tiers T0 to T4."""
+
+from precision.parity.adapter import Array, OpResult, ParityAdapter, TrainResult, TrainSpec
+from precision.parity.cases import CASES, OpCase
+from precision.parity.models import MODELS, initial_weights
+
+__all__ = [
+    "CASES",
+    "MODELS",
+    "Array",
+    "OpCase",
+    "OpResult",
+    "ParityAdapter",
+    "TrainResult",
+    "TrainSpec",
+    "initial_weights",
+]
