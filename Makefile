@@ -87,11 +87,13 @@ install:  ## make .venv and install the project into it, if that is not done yet
 	if [ "$$here" != "$$made" ] || ! $(BIN)/python -c '' 2>/dev/null; then \
 	  echo "Making $(VENV) with Python $${here%|*}"; \
 	  rm -rf $(VENV); "$(PYTHON)" -m venv $(VENV); printf '%s' "$$here" > $(VENV)/.python; \
+	  echo "Installing precision[$(EXTRAS)] into $(VENV); this once it takes some minutes"; quiet=; \
+	else \
+	  echo "Bringing $(VENV) up to date"; quiet=--quiet; \
 	fi; \
 	rm -f $(VENV)/.installed; \
-	echo "Installing precision[$(EXTRAS)] into $(VENV) (the first time takes some minutes)"; \
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel; \
-	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'; \
+	$(BIN)/python -m pip install $$quiet -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'; \
 	printf '%s' "$$inputs" > $(VENV)/.installed
 
 clean:  ## remove .venv and everything that was built

@@ -1,4 +1,4 @@
-"""What must be settled before any framework is imported: its device, its chatter, its threads; and hypothesis's profiles."""
+"""What must be settled before any framework is imported (device, chatter, threads), and hypothesis's profiles."""
 
 import os
 
@@ -8,7 +8,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", str(min(os.cpu_count() or 1, 4)))
 
-from hypothesis import HealthCheck, settings  # noqa: E402  (after the environment, before the tests)
+from hypothesis import HealthCheck, settings
 
 # No deadline: a first call that compiles is not a slow test. In CI every run draws the same examples.
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
