@@ -5,6 +5,7 @@ A file holds the fields of :class:`~precision.PrecisionPolicy`; ``preset`` may g
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import tomllib
@@ -16,8 +17,10 @@ from typing import Any
 import yaml
 
 from precision.errors import ConfigError, PolicyError
+from precision.formats import DTYPES
 from precision.loss_scale import LossScale
 from precision.names import policy_from_name
+from precision.ops import FAMILIES
 from precision.policy import PrecisionPolicy, Rule
 
 SUFFIXES = {".toml": "toml", ".json": "json", ".yaml": "yaml", ".yml": "yaml"}
@@ -133,17 +136,45 @@ def policy_to_text(policy: PrecisionPolicy, kind: str) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a policy file (draft 2020-12), as published in ``docs/precision.schema.json``."""
+    """The JSON Schema of a policy file (draft 2020-12), as published in ``docs/precision.schema.json``.
+
+    It holds what a schema can say: names, types, ranges and one target a rule. Whether settings contradict each other is
+    checked on reading.
+    """
     schema = PrecisionPolicy.model_json_schema()
-    schema["properties"] = {
-        "preset": {
-            "type": "string",
-            "title": "Preset",
-            "description": "a preset or another tool's spelling to start from",
-        },
-        **schema["properties"],
-    }
-    return {"$schema": SCHEMA_ID, **schema}
+    definitions = schema["$defs"]
+    for cls, part in ((PrecisionPolicy, schema), (LossScale, definitions["LossScale"]), (Rule, definitions["Rule"])):
+        about = _attribute_docs(cls)
+        part["description"] = (cls.__doc__ or "").partition("\n")[0]
+        for name, field in part["properties"].items():
+            field["description"] = about[name]
+            field.pop("title", None)
+            if name.endswith("dtype"):
+                field["examples"] = list(DTYPES)
+            field.update(_RANGES.get(name, {}))
+    definitions["Rule"]["oneOf"] = [{"required": ["module"]}, {"required": ["family"]}]
+    definitions["Rule"]["properties"]["family"]["anyOf"][0]["enum"] = list(FAMILIES)
+    preset = {"type": "string", "description": "a preset or another tool's spelling, for the values to start from"}
+    schema["properties"] = {"preset": preset, **schema["properties"]}
+    return {"$schema": SCHEMA_ID, "$id": "precision.schema.json", **schema}
+
+
+_RANGES: dict[str, dict[str, float]] = {
+    "initial": {"exclusiveMinimum": 0},
+    "growth_factor": {"exclusiveMinimum": 1},
+    "backoff_factor": {"exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    "growth_interval": {"minimum": 1},
+    "minimum": {"exclusiveMinimum": 0},
+    "maximum": {"exclusiveMinimum": 0},
+    "hysteresis": {"minimum": 1},
+}
+
+
+def _attribute_docs(cls: type[Any]) -> dict[str, str]:
+    """The sentences of a class docstring's ``Attributes`` section, by attribute."""
+    section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", section, re.MULTILINE)
+    return {name: re.sub(r"\s+", " ", text).replace("``", "") for name, text in entries}
 
 
 def _kind(file: Path) -> str:

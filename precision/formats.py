@@ -103,7 +103,7 @@ class FloatFormat:
         """Return the format of a dtype name or alias. Raises ``PolicyError`` for an unknown one."""
         name = canonical_dtype(dtype)
         numpy_dtype = _numpy_dtype(name)
-        info = ml_dtypes.finfo(numpy_dtype)
+        info = ml_dtypes.finfo(numpy_dtype)  # type: ignore[no-untyped-call]
         with np.errstate(over="ignore"):
             has_inf = bool(np.isinf(np.array(np.inf, np.float32).astype(numpy_dtype).astype(np.float32)))
         return FloatFormat(

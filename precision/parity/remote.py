@@ -1,0 +1,151 @@
+"""An adapter that lives in a process of its own, so that frameworks share neither memory nor threads when measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+from precision.backend import Backend
+from precision.errors import PrecisionError
+from precision.loss_scale import LossScale
+from precision.parity.adapter import Array, OpResult, ParityAdapter, TrainResult, TrainSpec
+from precision.policy import PrecisionPolicy
+
+
+class WorkerError(PrecisionError):
+    """A worker process failed; the message holds its own traceback."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyOnly:
+    """Stands for a bound policy on this side of the process boundary; the worker binds it on the other."""
+
+    policy: PrecisionPolicy
+
+
+class RemoteAdapter(ParityAdapter):
+    """A backend's adapter run in a fresh process. Use as a context manager, or call ``close``.
+
+    Args:
+        backend: the backend's name.
+
+    Raises:
+        WorkerError: the process cannot import the backend, or a call failed in it.
+    """
+
+    def __init__(self, backend: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, child = context.Pipe()
+        self._process = context.Process(target=_serve, args=(child, backend), daemon=True)
+        self._process.start()
+        child.close()
+        self.name = backend
+        self.flushes_subnormals = self._receive()
+
+    def __enter__(self) -> RemoteAdapter:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join(timeout=5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def run_op(self, mp: Any, case: str, family: str, inputs: Sequence[Array]) -> OpResult:
+        result: OpResult = self._call("run_op", PolicyOnly(mp.policy), case, family, list(inputs))
+        return result
+
+    def round_to(self, values: Array, dtype: str) -> Array:
+        result: Array = self._call("round_to", values, dtype)
+        return result
+
+    def trajectory(
+        self, config: LossScale, finite: Sequence[bool], form: Literal["neutral", "native"]
+    ) -> list[dict[str, float | int]]:
+        result: list[dict[str, float | int]] = self._call("trajectory", config, list(finite), form)
+        return result
+
+    def train(self, spec: TrainSpec) -> TrainResult:
+        result: TrainResult = self._call("train", spec)
+        return result
+
+    def peak_bytes(self) -> int:
+        """Largest resident size the process has had, in bytes; 0 where the system does not tell."""
+        result: int = self._call("peak_bytes")
+        return result
+
+    def _call(self, method: str, *args: Any) -> Any:
+        try:
+            self._pipe.send((method, args))
+        except OSError as error:
+            raise WorkerError(f"the {self.name} worker process has ended: {error}") from None
+        return self._receive()
+
+    def _receive(self) -> Any:
+        try:
+            ok, value = self._pipe.recv()
+        except (EOFError, OSError):
+            self._process.join(timeout=5)
+            raise WorkerError(f"the {self.name} worker process ended (exit code {self._process.exitcode}).") from None
+        if not ok:
+            raise WorkerError(f"the {self.name} worker process failed:\n{value}")
+        return value
+
+
+def _serve(pipe: Connection, name: str) -> None:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if name in ("tensorflow", "tf", "keras"):
+        os.environ["KERAS_BACKEND"] = "tensorflow"  # this process is ours alone
+    try:
+        from precision.registry import get_backend
+
+        backend = get_backend(name)
+        adapter: ParityAdapter = backend.parity()
+        pipe.send((True, adapter.flushes_subnormals))
+    except Exception:  # noqa: BLE001 - handed to the parent, which raises it
+        pipe.send((False, traceback.format_exc()))
+        return
+    while True:
+        try:
+            method, args = pipe.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        try:
+            if method == "peak_bytes":
+                pipe.send((True, _peak_bytes()))
+                continue
+            pipe.send((True, getattr(adapter, method)(*[_bound(backend, arg) for arg in args])))
+        except KeyboardInterrupt:
+            return
+        except Exception:  # noqa: BLE001 - handed to the parent, which raises it
+            pipe.send((False, traceback.format_exc()))
+
+
+def _bound(backend: Backend, arg: Any) -> Any:
+    return _bind(backend, arg.policy) if isinstance(arg, PolicyOnly) else arg
+
+
+@functools.lru_cache(maxsize=32)
+def _bind(backend: Backend, policy: PrecisionPolicy) -> Any:
+    return backend.bind(policy)
+
+
+def _peak_bytes() -> int:
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak) if sys.platform == "darwin" else int(peak) * 1024
