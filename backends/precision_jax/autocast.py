@@ -1,0 +1,134 @@
+"""Function wrappers that cast at the boundary: ``autocast``, ``island`` and ``op``. All are decorators.
+
+JAX traces functions, so a region is a function here; there is no context manager that could reach into one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from precision import ops
+from precision.errors import PolicyError, UnsupportedError
+from precision_jax.casting import cast_tree, numpy_dtype
+from precision_jax.leaves import cast_leaf, is_array
+
+if TYPE_CHECKING:
+    from precision_jax.bound import JaxPolicy
+
+
+class CastRegion:
+    """A decorator that casts around a function. As a context manager it says that JAX has none.
+
+    Args:
+        wrap: turns a function into the wrapped one.
+        name: how it is spelt, for messages.
+    """
+
+    def __init__(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], name: str) -> None:
+        self._wrap = wrap
+        self._name = name
+
+    def __call__(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        if not callable(fun):
+            raise PolicyError(f"{self._name} decorates a function, not {type(fun).__name__}.")
+        return self._wrap(fun)
+
+    def __enter__(self) -> None:
+        raise UnsupportedError(
+            f"{self._name} is no context manager in JAX, which traces functions: put the region into a function and "
+            f"decorate it with @{self._name}."
+        )
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def autocast(mp: JaxPolicy, fun: Callable[..., Any], keep: Sequence[int | str]) -> Callable[..., Any]:
+    """See :meth:`precision_jax.JaxPolicy.autocast`."""
+    kept = _Kept(fun, keep)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        mp.casts_seen += 1
+        names = kept.names(len(args))
+        moving = [a for i, a in enumerate(args) if i not in names] + [v for k, v in kwargs.items() if k not in names]
+        mp.rules.maybe_parameters(*moving)
+        cast = [a if i in names else mp.cast_arguments(a) for i, a in enumerate(args)]
+        cast_kwargs = {k: v if k in names else mp.cast_arguments(v) for k, v in kwargs.items()}
+        return cast_tree(fun(*cast, **cast_kwargs), mp.policy.output_dtype)
+
+    return wrapped
+
+
+class _Kept:
+    """The arguments that stay as they are, by position or name, whichever way they are passed."""
+
+    def __init__(self, fun: Callable[..., Any], keep: Sequence[int | str]) -> None:
+        self._keep = (keep,) if isinstance(keep, (int, str)) else tuple(keep)
+        try:
+            self._parameters = list(inspect.signature(fun).parameters)
+        except (TypeError, ValueError):
+            self._parameters = []
+        variadic = not self._parameters or any(
+            p.kind is p.VAR_KEYWORD for p in inspect.signature(fun).parameters.values()
+        )
+        for name in self._keep:
+            if isinstance(name, str) and name not in self._parameters and not variadic:
+                raise PolicyError(f"keep names no argument {name!r}; there are {', '.join(self._parameters)}.")
+
+    def names(self, positional: int) -> set[int | str]:
+        found: set[int | str] = set()
+        for name in self._keep:
+            if isinstance(name, int):
+                index = name % positional if positional else name
+                found.add(index)
+                if index < len(self._parameters):
+                    found.add(self._parameters[index])
+            else:
+                found.add(name)
+                if name in self._parameters:
+                    found.add(self._parameters.index(name))
+        return found
+
+
+def island(dtype: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """See :meth:`precision_jax.JaxPolicy.island`."""
+
+    def wrap(fun: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fun)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = cast_tree((args, kwargs), dtype)
+            return fun(*args, **kwargs)
+
+        return wrapped
+
+    return wrap
+
+
+def op(mp: JaxPolicy, family: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """See :meth:`precision_jax.JaxPolicy.op`."""
+    ops.canonical_family(family)
+
+    def wrap(fun: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fun)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            mp.casts_seen += 1
+            leaves, structure = jax.tree.flatten((args, kwargs))
+            dtypes = [str(leaf.dtype) if is_array(leaf) else type(leaf).__name__ for leaf in leaves]
+            wanted = ops.decide(
+                mp.policy, family, [d if is_array(x) else "" for d, x in zip(dtypes, leaves, strict=True)]
+            )
+            cast = [
+                leaf if not want or want == have else cast_leaf(leaf, numpy_dtype(want))
+                for leaf, have, want in zip(leaves, dtypes, wanted, strict=True)
+            ]
+            args, kwargs = jax.tree.unflatten(structure, cast)
+            return fun(*args, **kwargs)
+
+        return wrapped
+
+    return wrap

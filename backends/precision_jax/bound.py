@@ -1,0 +1,244 @@
+"""``JaxPolicy``: a policy bound to JAX; what ``precision.bind(policy, backend="jax")`` returns."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+import optax
+
+from precision.backend import BoundPolicy
+from precision.errors import PrecisionWarning
+from precision.formats import canonical_dtype
+from precision.policy import PrecisionPolicy
+from precision_jax import autocast as _autocast
+from precision_jax.casting import RuleWatch, cast_by_rules, cast_tree, numpy_dtype
+from precision_jax.gradients import value_and_grad as _value_and_grad
+from precision_jax.optimizer import wrap_optimizer
+from precision_jax.scaler import JaxLossScaler, all_finite, select
+
+if TYPE_CHECKING:
+    from precision_jax.backend import JaxBackend
+
+
+class JaxPolicy(BoundPolicy):
+    """A policy bound to JAX: casts over any pytree, function transforms, and an optax optimizer.
+
+    Attributes:
+        policy: the policy.
+        backend: the backend.
+        device: the device it was checked against, such as ``"cpu:0"``.
+        loss_scaler: the neutral loss scaler with explicit state.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, precision
+        >>> mp = precision.bind("mixed_float16", backend="jax")
+        >>> params = {"w": jnp.ones((2, 1))}
+        >>> opt = mp.optimizer(optax.sgd(0.1))
+        >>> opt_state = opt.init(params)
+        >>> def loss_fn(params, x):
+        ...     return jnp.mean(mp.autocast(jnp.dot)(x, params["w"]) ** 2)
+        >>> loss, grads = mp.value_and_grad(loss_fn)(params, jnp.ones((4, 2)) / 8, loss_scale=opt_state.loss_scale)
+        >>> updates, opt_state = opt.update(grads, opt_state, params)
+        >>> params = optax.apply_updates(params, updates)
+        >>> float(loss), params["w"].dtype.name, bool(opt_state.finite)
+        (0.0625, 'float32', True)
+    """
+
+    def __init__(self, policy: PrecisionPolicy, backend: JaxBackend, device: str) -> None:
+        self.policy = policy
+        self.backend = backend
+        self.device = device
+        self.loss_scaler: JaxLossScaler = JaxLossScaler(policy.loss_scale)
+        self.rules = RuleWatch(policy)
+        self.casts_seen = 0
+        self._warned_families = False
+
+    # ---- dtypes -------------------------------------------------------------------------------------------------
+
+    @property
+    def param_dtype(self) -> np.dtype:
+        """The dtype parameters are kept in, for a layer's ``param_dtype=``."""
+        return numpy_dtype(self.policy.param_dtype)
+
+    @property
+    def compute_dtype(self) -> np.dtype:
+        """The dtype ops compute in, for a layer's ``dtype=``."""
+        return numpy_dtype(self.policy.compute_dtype)
+
+    @property
+    def output_dtype(self) -> np.dtype:
+        """The dtype results leave in."""
+        return numpy_dtype(self.policy.output_dtype)
+
+    @property
+    def reduce_dtype(self) -> np.dtype:
+        """The dtype gradients are averaged over replicas in (``value_and_grad(..., axis_name=...)``)."""
+        return numpy_dtype(self.policy.reduce_dtype)
+
+    # ---- casts --------------------------------------------------------------------------------------------------
+
+    def cast_to_param(self, tree: Any) -> Any:
+        """Cast a tree's floating leaves to the parameter dtype; a rule for a leaf's path wins.
+
+        Float64, integers, bools, PRNG keys and whatever is no array are untouched, and so are running statistics (Flax'
+        ``batch_stats`` collection, nnx ``BatchStat``). An ``nnx.Module`` comes back as a copy.
+
+        Raises:
+            MixedFrameworksError: a leaf is PyTorch's or TensorFlow's.
+        """
+        self.rules.maybe_parameters(tree)
+        return cast_by_rules(self.policy, tree, self.policy.param_dtype)
+
+    def cast_to_compute(self, tree: Any) -> Any:
+        """Cast a tree's floating leaves to the compute dtype; otherwise as :meth:`cast_to_param`."""
+        self.rules.maybe_parameters(tree)
+        return self.cast_arguments(tree)
+
+    def cast_to_output(self, tree: Any) -> Any:
+        """Cast a tree's floating leaves, float64 excepted, to the output dtype."""
+        return cast_tree(tree, self.policy.output_dtype)
+
+    def cast_arguments(self, tree: Any) -> Any:
+        """:meth:`cast_to_compute` without looking for rules that match nothing."""
+        self.casts_seen += 1
+        return cast_by_rules(self.policy, tree, self.policy.compute_dtype)
+
+    # ---- function transforms ------------------------------------------------------------------------------------
+
+    def autocast(self, fun: Callable[..., Any] | None = None, *, keep: Sequence[int | str] = ()) -> Any:
+        """Cast a function's floating arguments to the compute dtype, and its results to the output dtype.
+
+        It casts at the boundary only: what meets inside promotes as JAX promotes. A rule for a leaf's path (within its
+        argument) wins. Gradients through it reach float32 parameters in float32. Composes with every JAX transform.
+
+        Args:
+            fun: the function; left out, this is a decorator with options.
+            keep: arguments, by position or name, to leave as they are: BatchNorm statistics, regression targets.
+
+        Returns:
+            The wrapped function.
+
+        Example:
+            >>> import jax.numpy as jnp, precision
+            >>> mp = precision.bind("mixed_bfloat16", backend="jax")
+            >>> @mp.autocast
+            ... def model(params, x):
+            ...     y = x @ params["w"]
+            ...     print(y.dtype)
+            ...     return y
+            >>> model({"w": jnp.ones((2, 3))}, jnp.ones((1, 2))).dtype.name
+            bfloat16
+            'float32'
+        """
+        self._mention_families()
+        region = _autocast.CastRegion(lambda f: _autocast.autocast(self, f, keep), "mp.autocast()")
+        return region if fun is None else region(fun)
+
+    def island(self, dtype: Any = "float32") -> Any:
+        """A decorator that casts a function's floating arguments (not float64) to a dtype; results as it gives them.
+
+        Example:
+            >>> import jax.numpy as jnp, precision
+            >>> mp = precision.bind("mixed_bfloat16", backend="jax")
+            >>> mp.island("float32")(jnp.exp)(jnp.ones(1, "bfloat16")).dtype.name
+            'float32'
+        """
+        if callable(dtype) and not isinstance(dtype, type):  # @mp.island, without brackets
+            return _autocast.island("float32")(dtype)
+        name = canonical_dtype(dtype)
+        return _autocast.CastRegion(_autocast.island(name), "mp.island()")
+
+    def op(self, family: str) -> Any:
+        """A decorator that casts a function's floating inputs as its op family asks (:func:`precision.ops.decide`).
+
+        Example:
+            >>> import jax.numpy as jnp, precision
+            >>> mp = precision.bind("mixed_bfloat16", backend="jax")
+            >>> mp.op("matmul")(jnp.dot)(jnp.ones((2, 2)), jnp.ones((2, 2))).dtype.name
+            'bfloat16'
+        """
+        return _autocast.CastRegion(_autocast.op(self, family), f"mp.op({family!r})")
+
+    def value_and_grad(
+        self,
+        fun: Callable[..., Any],
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        *,
+        cast_argnums: int | Sequence[int] | None = None,
+        axis_name: str | None = None,
+    ) -> Callable[..., Any]:
+        """``jax.value_and_grad`` under the policy.
+
+        The differentiated arguments are cast to the compute dtype inside the differentiated function, so gradients reach
+        float32 masters in float32. The loss is scaled in float32, and the gradients unscaled with that same scale. Gradients
+        that overflowed stay inf or NaN for :meth:`optimizer` to see.
+
+        Args:
+            fun: gives a scalar loss, or ``(loss, aux)`` with ``has_aux``.
+            argnums: the positional arguments to differentiate. Their leaves that are no floating or complex arrays get the
+                gradient None (as in ``equinox.filter_grad``).
+            has_aux: whether ``fun`` gives ``(loss, aux)``; ``aux`` comes back as it is.
+            cast_argnums: further positional arguments to cast to the compute dtype, such as the inputs. Left out, a model
+                that seems to compute in float32 for want of a cast is warned of; ``()`` says that nothing is to be cast.
+            axis_name: a mapped axis to average loss and gradients over, in the policy's reduce dtype.
+
+        Returns:
+            A function of the arguments of ``fun`` and, unless ``loss_scale.mode`` is ``"none"``, ``loss_scale=`` (the
+            :class:`~precision.LossScaleState` in the optimizer's state). It gives ``(loss, gradients)`` or ``((loss, aux),
+            gradients)``: the true loss in the output dtype, and true gradients in float32 (or wider).
+
+        Raises:
+            PolicyError: the policy computes in float16 without scaling the loss.
+            LossScaleError: when called, if ``loss_scale`` is missing or is no LossScaleState.
+            MixedFrameworksError: when called, if an argument holds another framework's tensor.
+        """
+        return _value_and_grad(self, fun, argnums, has_aux, cast_argnums, axis_name)
+
+    # ---- optimizer ----------------------------------------------------------------------------------------------
+
+    def optimizer(self, optimizer: Any, *, master_weights: bool | None = None) -> optax.GradientTransformationExtraArgs:
+        """Wrap an optax transformation so that it skips non-finite steps and moves the loss scale.
+
+        A skipped step leaves the inner state as it was (step counts too) and gives updates of zero. Its state is an
+        :class:`OptimizerState`. Clipping belongs inside the wrapped transformation, which sees unscaled gradients;
+        ``optax.MultiSteps`` too, so that a non-finite micro-batch is dropped before it is accumulated.
+
+        Args:
+            optimizer: an ``optax.GradientTransformation`` (or ``optax.MultiSteps``).
+            master_weights: whether float32 copies of low-precision parameters are kept in the state. None (the default):
+                low-precision parameters are an error; True: keep them; False: go without.
+
+        Returns:
+            The transformation. ``update`` passes extra arguments on, but for ``finite=``, a flag found elsewhere that is
+            used instead of looking at the gradients.
+
+        Raises:
+            PolicyError: the policy computes in float16 without scaling the loss.
+            UnsupportedError: not an optax transformation.
+            MasterWeightsError: from ``init``, if parameters are in a low dtype and ``master_weights`` was not given.
+        """
+        return wrap_optimizer(self, optimizer, master_weights)
+
+    def all_finite(self, tree: Any, axis_name: str | None = None) -> jax.Array:
+        """Whether a tree's floating values are all finite; see :func:`precision_jax.all_finite`."""
+        return all_finite(tree, axis_name)
+
+    def select(self, finite: Any, new: Any, old: Any) -> Any:
+        """One tree or the other; see :func:`precision_jax.select`."""
+        return select(finite, new, old)
+
+    def _mention_families(self) -> None:
+        if self.policy.family_rules and not self._warned_families:
+            self._warned_families = True
+            names = ", ".join(str(rule.family) for rule in self.policy.family_rules)
+            warnings.warn(
+                f"rules for op families ({names}) reach only functions marked with mp.op(family); mp.autocast casts at "
+                "a function's boundary.",
+                PrecisionWarning,
+                stacklevel=3,
+            )

@@ -1,0 +1,123 @@
+"""``value_and_grad`` under a policy: cast at the boundary, scale, differentiate, unscale with the same scale."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from precision.backend import check_leaf
+from precision.errors import LossScaleError, PrecisionWarning
+from precision_jax.casting import cast_tree
+from precision_jax.leaves import is_castable, is_inexact
+
+if TYPE_CHECKING:
+    from precision_jax.bound import JaxPolicy
+
+
+def value_and_grad(
+    mp: JaxPolicy,
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    cast_argnums: int | Sequence[int] | None,
+    axis_name: str | None,
+) -> Callable[..., Any]:
+    """See :meth:`precision_jax.JaxPolicy.value_and_grad`."""
+    mp.policy.require_trainable()
+    scaler = mp.loss_scaler
+
+    @functools.wraps(fun)
+    def value_and_grad_fun(*args: Any, loss_scale: Any = None, **kwargs: Any) -> Any:
+        state = _state(mp, loss_scale)
+        nums = _positions(argnums, len(args))
+        inputs = list(args)
+        for i in _positions(() if cast_argnums is None else cast_argnums, len(args)):
+            inputs[i] = mp.cast_to_compute(args[i])
+        for leaf in jax.tree.leaves(args):
+            check_leaf(leaf, "jax")
+        mp.rules.parameters(*(args[i] for i in nums))
+        pairs = [_partition(args[i]) for i in nums]
+
+        def scaled(*diff: Any) -> tuple[Any, tuple[Any, Any]]:
+            for i, d, (_, rest) in zip(nums, diff, pairs, strict=True):
+                inputs[i] = mp.cast_to_compute(_combine(d, rest))
+            casts = mp.casts_seen
+            out = fun(*inputs, **kwargs)
+            if cast_argnums is None and mp.casts_seen == casts:
+                _warn_uncast(mp, fun, [a for i, a in enumerate(args) if i not in nums])
+            loss, aux = out if has_aux else (out, None)
+            return scaler.scale(loss, state), (cast_tree(loss, mp.policy.output_dtype), aux)
+
+        every = tuple(range(len(nums)))
+        (_, (loss, aux)), grads = jax.value_and_grad(scaled, argnums=every, has_aux=True)(*(d for d, _ in pairs))
+        if axis_name is not None:
+            grads = _mean(grads, axis_name, mp.reduce_dtype)
+            loss = jax.lax.pmean(loss, axis_name)
+        grads = scaler.unscale_only(grads, state)
+        value = (loss, aux) if has_aux else loss
+        return value, (grads[0] if isinstance(argnums, int) else grads)
+
+    return value_and_grad_fun
+
+
+def _state(mp: JaxPolicy, loss_scale: Any) -> Any:
+    if mp.policy.loss_scale.mode == "none":
+        return loss_scale
+    if loss_scale is None:
+        raise LossScaleError(
+            f"loss_scale.mode is {mp.policy.loss_scale.mode!r}: pass the state, "
+            "mp.value_and_grad(fun)(params, ..., loss_scale=opt_state.loss_scale)."
+        )
+    return mp.loss_scaler.checked(loss_scale)
+
+
+def _positions(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
+    nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    for num in nums:
+        if not -count <= num < count:
+            raise IndexError(f"argnums {num} is out of range: the function was given {count} positional arguments.")
+    return tuple(num % count for num in nums)
+
+
+def _partition(tree: Any) -> tuple[Any, Any]:
+    """Split a tree into what can be differentiated and the rest, each with None in the other's places."""
+    return (
+        jax.tree.map(lambda leaf: leaf if is_inexact(leaf) or isinstance(leaf, float) else None, tree),
+        jax.tree.map(lambda leaf: None if is_inexact(leaf) or isinstance(leaf, float) else leaf, tree),
+    )
+
+
+def _combine(left: Any, right: Any) -> Any:
+    return jax.tree.map(lambda a, b: b if a is None else a, left, right, is_leaf=lambda node: node is None)
+
+
+def _mean(grads: Any, axis_name: str, reduce_dtype: Any) -> Any:
+    """Average over replicas in the reduce dtype, while still scaled."""
+
+    def mean(leaf: Any) -> Any:
+        if not is_castable(leaf):
+            return jax.lax.pmean(leaf, axis_name)
+        return jax.lax.pmean(leaf.astype(reduce_dtype), axis_name).astype(jnp.promote_types(leaf.dtype, jnp.float32))
+
+    return jax.tree.map(mean, grads)
+
+
+def _warn_uncast(mp: JaxPolicy, fun: Callable[..., Any], others: list[Any]) -> None:
+    """The silent way to lose mixed precision in JAX: float32 data meets low parameters and promotes to float32."""
+    width = mp.compute_dtype.itemsize
+    shapes = [x for x in jax.tree.leaves(others) if is_castable(x) and x.ndim > 1 and x.dtype.itemsize > width]
+    if shapes:
+        shown = f"{shapes[0].dtype}[{','.join(map(str, shapes[0].shape))}]"
+        warnings.warn(
+            f"{getattr(fun, '__name__', 'the loss function')} takes {shown}, which nothing casts to "
+            f"{mp.policy.compute_dtype}: where it meets the parameters JAX promotes, and computes in {shapes[0].dtype}. "
+            "Put mp.autocast on the model, or name the arguments to cast with cast_argnums; cast_argnums=() says "
+            "that the model casts by itself.",
+            PrecisionWarning,
+            stacklevel=5,
+        )

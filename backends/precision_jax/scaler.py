@@ -1,0 +1,168 @@
+"""The neutral loss scaler over pytrees: explicit state, pure functions, usable under jit, scan, vmap and pmap."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from precision.backend import check_leaf
+from precision.errors import LossScaleError, UnsupportedError
+from precision.loss_scale import LossScale, LossScaler, LossScaleState
+from precision_jax.leaves import is_array, is_inexact
+
+_MAX_SCALE = 2.0**126
+
+
+class JaxLossScaler(LossScaler):
+    """Loss scaling with explicit state. The state is a pytree of strongly typed scalars (float32 and int32).
+
+    Args:
+        config: the policy's loss-scale settings.
+
+    Raises:
+        UnsupportedError: the scale could exceed 2**126, whose reciprocal XLA flushes to zero.
+
+    Example:
+        >>> scaler = JaxLossScaler(LossScale(mode="dynamic", initial=8.0))
+        >>> state = scaler.init()
+        >>> grads, finite = scaler.unscale({"w": jnp.full(2, 4.0)}, state)
+        >>> float(grads["w"][0]), bool(finite), float(scaler.update(state, False).scale)
+        (0.5, True, 4.0)
+    """
+
+    xp = jnp
+
+    def __init__(self, config: LossScale) -> None:
+        super().__init__(config)
+        highest = {"dynamic": config.maximum, "static": config.initial}.get(config.mode, 1.0)
+        if highest > _MAX_SCALE:
+            field = "maximum" if config.mode == "dynamic" else "initial"
+            raise UnsupportedError(
+                f"loss_scale.{field} {highest!r}: the reciprocal of a scale above 2**126 is a subnormal float32, which XLA "
+                "flushes to zero. Use 2**126 or less."
+            )
+
+    def from_host(self, state: LossScaleState) -> LossScaleState:
+        """Turn NumPy scalars into JAX scalars on the default device."""
+        return LossScaleState(
+            jnp.asarray(state.scale, jnp.float32), *(jnp.asarray(count, jnp.int32) for count in state[1:])
+        )
+
+    def scale(self, loss: Any, state: LossScaleState) -> Any:
+        """Multiply a loss, or a tree of losses, by the scale in float32 (float64 losses: in float64)."""
+        if self.config.mode == "none":
+            return loss
+        scale = self.checked(state).scale
+
+        def scaled(leaf: Any) -> Any:
+            check_leaf(leaf, "jax")
+            leaf = jnp.asarray(leaf)
+            wide = jnp.promote_types(leaf.dtype, jnp.float32)
+            return leaf.astype(wide) * scale.astype(wide)
+
+        return jax.tree.map(scaled, loss)
+
+    def unscale(self, grads: Any, state: LossScaleState) -> tuple[Any, Any]:
+        """Multiply gradients by the scale's reciprocal, in float32 or wider, and say whether all are finite.
+
+        Integers, float0, keys and None pass through. With mode ``"none"`` the gradients come back as they are, and the
+        flag is a constant True.
+        """
+        if self.config.mode == "none":
+            return grads, jnp.asarray(True)
+        grads = self.unscale_only(grads, state)
+        return grads, all_finite(grads)
+
+    def unscale_only(self, grads: Any, state: LossScaleState) -> Any:
+        """Unscale without looking: an inf or NaN stays one, so that whoever comes next can see it."""
+        if self.config.mode == "none":
+            return grads
+        # 1/scale, rounded to float32, then multiplied: the numbers of torch.amp.GradScaler, bit for bit.
+        inverse = 1.0 / self.checked(state).scale
+        return jax.tree.map(lambda leaf: _multiply(leaf, inverse), grads)
+
+    def load_state_dict(self, saved: Any) -> LossScaleState:
+        """Load a state saved under any backend, or a native one.
+
+        Args:
+            saved: a dict as :meth:`state_dict` gives; a mapping with the native state of a torch ``GradScaler``, a Keras
+                ``LossScaleOptimizer`` or a flax ``DynamicScale``; or a flax ``DynamicScale`` or ``jmp.DynamicLossScale`` object.
+
+        Raises:
+            StateError: not a loss-scale state, of another version, truncated, or out of range.
+        """
+        if not isinstance(saved, Mapping):
+            for scale, count in (("scale", "fin_steps"), ("loss_scale", "counter")):  # flax, jmp
+                if hasattr(saved, scale) and hasattr(saved, count):
+                    saved = {"scale": getattr(saved, scale), "fin_steps": getattr(saved, count)}
+                    break
+        return super().load_state_dict(saved)
+
+    def checked(self, state: Any) -> LossScaleState:
+        """The state, if it is one.
+
+        Raises:
+            LossScaleError: it is something else; says what to pass.
+        """
+        if not isinstance(state, LossScaleState):
+            raise LossScaleError(
+                f"the loss scale's state is a LossScaleState (opt_state.loss_scale, or loss_scaler.init()), not "
+                f"{type(state).__name__}. A saved dict goes through loss_scaler.load_state_dict first."
+            )
+        return state
+
+
+def _multiply(leaf: Any, inverse: jax.Array) -> Any:
+    check_leaf(leaf, "jax")
+    if isinstance(leaf, float):
+        leaf = jnp.asarray(leaf, jnp.float32)
+    if not is_inexact(leaf):
+        return leaf
+    wide = jnp.promote_types(leaf.dtype, jnp.float32)
+    return jnp.asarray(leaf, wide) * inverse.astype(wide)
+
+
+def all_finite(tree: Any, axis_name: str | None = None) -> jax.Array:
+    """Whether every floating or complex value in a tree is finite, as a device scalar (bool). True for an empty tree.
+
+    Args:
+        tree: any pytree; leaves that are not floating point or complex do not count.
+        axis_name: a mapped axis over which to agree: finite only if finite on every replica.
+
+    Example:
+        >>> bool(all_finite({"a": jnp.ones(3), "b": jnp.asarray([jnp.inf])}))
+        False
+    """
+    flags = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+    finite = reduce(jnp.logical_and, flags) if flags else jnp.asarray(True)
+    return finite if axis_name is None else jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(jnp.bool_)
+
+
+def select(finite: Any, new: Any, old: Any) -> Any:
+    """Take one tree or the other, leaf by leaf: what keeps BatchNorm statistics from a step that was skipped.
+
+    Args:
+        finite: boolean scalar, for instance ``opt_state.finite`` after the update.
+        new: the tree to take if it is True.
+        old: the tree to take otherwise, of the same structure, shapes and dtypes.
+
+    Returns:
+        A tree with the dtypes of ``old``. Leaves that are no arrays are taken from ``new``.
+
+    Example:
+        >>> float(select(False, {"mean": jnp.asarray(jnp.nan)}, {"mean": jnp.asarray(2.0)})["mean"])
+        2.0
+    """
+
+    def pick(n: Any, o: Any) -> Any:
+        if not is_array(n) and not is_array(o):
+            return n
+        dtype = jnp.result_type(o)
+        picked = jnp.where(finite, n, o)
+        return picked if jnp.issubdtype(dtype, jax.dtypes.extended) else picked.astype(dtype)  # typed keys do not cast
+
+    return jax.tree.map(pick, new, old)
