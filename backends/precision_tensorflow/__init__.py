@@ -1,0 +1,23 @@
+"""The TensorFlow/Keras backend of ``precision``. Users get at it through ``precision.bind(policy, backend="tensorflow")``.
+
+Importing it registers the optimizer with Keras, so that saved models load without ``custom_objects``.
+"""
+
+from precision_tensorflow.backend import TensorFlowBackend
+from precision_tensorflow.bound import TensorFlowPolicy
+from precision_tensorflow.callback import LossScaleCallback
+from precision_tensorflow.guard import StateGuard
+from precision_tensorflow.optimizer import PrecisionLossScaleOptimizer
+from precision_tensorflow.scaler import TensorFlowLossScaler
+from precision_tensorflow.scope import Island, PolicyScope
+
+__all__ = [
+    "Island",
+    "LossScaleCallback",
+    "PolicyScope",
+    "PrecisionLossScaleOptimizer",
+    "StateGuard",
+    "TensorFlowBackend",
+    "TensorFlowLossScaler",
+    "TensorFlowPolicy",
+]

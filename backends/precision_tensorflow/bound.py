@@ -1,0 +1,149 @@
+"""``TensorFlowPolicy``: a policy tied to TensorFlow, whose members give Keras's own objects."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+
+from precision.backend import Backend, BoundPolicy
+from precision.errors import PolicyError, PrecisionWarning
+from precision.formats import canonical_dtype
+from precision.policy import PrecisionPolicy
+from precision_tensorflow import casts
+from precision_tensorflow.callback import LossScaleCallback
+from precision_tensorflow.guard import StateGuard
+from precision_tensorflow.keras_policy import keras_policy
+from precision_tensorflow.optimizer import PrecisionLossScaleOptimizer
+from precision_tensorflow.prepare import output_layer, prepare
+from precision_tensorflow.scaler import TensorFlowLossScaler
+from precision_tensorflow.scope import Island, PolicyScope
+
+
+class TensorFlowPolicy(BoundPolicy):
+    """A policy tied to TensorFlow and Keras; made by ``precision.bind(policy, backend="tensorflow")``.
+
+    Attributes:
+        policy: the policy.
+        backend: the backend.
+        loss_scaler: the neutral loss scaler, with explicit state.
+        device: the device the policy was checked against.
+
+    Example:
+        >>> mp = precision.bind("mixed_bfloat16", backend="tensorflow")     # doctest: +SKIP
+        >>> with mp.scope():                                                # doctest: +SKIP
+        ...     model = mp.prepare(build())
+        >>> model.compile(optimizer=mp.optimizer("adam"), loss="mse")       # doctest: +SKIP
+    """
+
+    def __init__(self, policy: PrecisionPolicy, backend: Backend, device: str) -> None:
+        self.policy = policy
+        self.backend = backend
+        self.device = device
+        self.loss_scaler = TensorFlowLossScaler(policy.loss_scale)
+        self._warned_of_families = False
+
+    # ---- layers --------------------------------------------------------------------------------------------------
+
+    def keras_policy(self) -> keras.DTypePolicy:
+        """The policy as a ``keras.DTypePolicy``, or a ``DTypePolicyMap`` with the module rules; for a layer's ``dtype=``.
+
+        Raises:
+            UnsupportedError: Keras has no such pair of parameter and compute dtype.
+        """
+        self._warn_of_families("keras_policy")
+        return keras_policy(self.policy)
+
+    def scope(self) -> PolicyScope:
+        """The policy for layers created inside ``with mp.scope():``; see :class:`~precision_tensorflow.scope.PolicyScope`."""
+        return PolicyScope(self.keras_policy())
+
+    def island(self, dtype: str = "float32") -> Island:
+        """Keep a dtype whatever is around: for layers created inside, and, as a decorator, for a function's inputs."""
+        return Island(canonical_dtype(dtype))
+
+    def output_layer(self, name: str | None = None) -> keras.layers.Layer:
+        """A layer that passes its input on in the output dtype; the last one of a model."""
+        return output_layer(self.policy, name)
+
+    def prepare(self, model: keras.Model, *, guard: bool = True) -> keras.Model:
+        """Make a model leave in the output dtype and keep its statistics on skipped steps; see :func:`.prepare.prepare`."""
+        return prepare(self.policy, model, guard=guard)
+
+    # ---- functions and trees -------------------------------------------------------------------------------------
+
+    def autocast(self, function: Callable[..., Any]) -> Any:
+        """A decorator: floating inputs come in the compute dtype, outputs leave in the output dtype.
+
+        Casts happen at the function's boundary only. Variables that the function closes over keep their dtype (pass
+        them in, or use layers, which follow their own policy).
+        """
+        self._warn_of_families("autocast")
+        return casts.autocast(self.policy, function)
+
+    def op(self, family: str) -> Any:
+        """A decorator that casts a function's floating inputs as its op family asks, with Keras's autocasting off inside.
+
+        Raises:
+            PolicyError: the family is unknown.
+        """
+        return casts.op(self.policy, family)
+
+    def cast_to_param(self, tree: Any) -> Any:
+        """Cast floating leaves (not float64) to the parameter dtype; a module rule for a leaf's path wins."""
+        return casts.cast_tree(tree, self.policy.param_dtype, self.policy)
+
+    def cast_to_compute(self, tree: Any) -> Any:
+        """Cast floating leaves (not float64) to the compute dtype; a module rule for a leaf's path wins."""
+        return casts.cast_tree(tree, self.policy.compute_dtype, self.policy)
+
+    def cast_to_output(self, tree: Any) -> Any:
+        """Cast floating leaves (not float64) to the output dtype."""
+        return casts.cast_tree(tree, self.policy.output_dtype)
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    def optimizer(self, optimizer: Any, **kwargs: Any) -> PrecisionLossScaleOptimizer:
+        """Wrap a Keras optimizer so that it scales, unscales and skips as the policy says, whatever the policy's name.
+
+        With loss-scale mode ``"none"`` the result passes everything through unchanged.
+
+        Args:
+            optimizer: a Keras optimizer, its name or config. A native ``LossScaleOptimizer`` is taken apart: its inner
+                optimizer is wrapped and its scale taken over.
+            kwargs: ``name``, ``clipnorm``, ``global_clipnorm``, ``clipvalue``, ``master_weights``; see
+                :class:`~precision_tensorflow.optimizer.PrecisionLossScaleOptimizer`.
+
+        Raises:
+            PolicyError: the policy cannot train, or the optimizer is wrapped already.
+        """
+        self.policy.require_trainable()
+        native = keras.optimizers.get(optimizer)
+        if isinstance(native, PrecisionLossScaleOptimizer):
+            raise PolicyError("this optimizer is wrapped already; pass the native one (optimizer.inner_optimizer).")
+        if not isinstance(native, keras.optimizers.LossScaleOptimizer):
+            return PrecisionLossScaleOptimizer(native, self.policy.loss_scale, **kwargs)
+        wrapped = PrecisionLossScaleOptimizer(native.inner_optimizer, self.policy.loss_scale, **kwargs)
+        wrapped.load_state_dict(native)
+        return wrapped
+
+    def guard(self, state: keras.layers.Layer | Iterable[Any]) -> StateGuard:
+        """Around a step of a custom loop: a model's BatchNorm statistics (or given variables) survive a skip unchanged."""
+        return StateGuard(state)
+
+    def callback(self, every: int | None = None) -> LossScaleCallback:
+        """A Keras callback that logs scale and skipped steps and raises after too many skips in a row."""
+        return LossScaleCallback(every)
+
+    def _warn_of_families(self, what: str) -> None:
+        if self.policy.family_rules and not self._warned_of_families:
+            self._warned_of_families = True
+            names = ", ".join(str(rule.family) for rule in self.policy.family_rules)
+            warnings.warn(
+                f"the rules for op families ({names}) reach only functions marked with mp.op in this release; {what} "
+                "does not apply them.",
+                PrecisionWarning,
+                stacklevel=3,
+            )

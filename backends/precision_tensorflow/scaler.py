@@ -1,0 +1,96 @@
+"""The neutral loss scaler over TensorFlow tensors: explicit state, usable in ``tf.function``, XLA and eager code.
+
+The pass that unscales and checks is here once; the Keras optimizer uses the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from precision.backend import check_leaf
+from precision.loss_scale import LossScale, LossScaler, LossScaleState
+
+_EXACT_RECIPROCAL = 2.0**126  # above it 1 / scale is subnormal in float32, which TensorFlow's kernels flush to zero
+
+
+def widened(tensor: Any) -> Any:
+    """Cast float16, bfloat16 and float8 to float32; leave wider dtypes."""
+    return tf.cast(tensor, tf.float32) if tensor.dtype.size < 4 else tensor
+
+
+def scale_loss(loss: Any, scale: Any) -> Any:
+    """Multiply a loss of any float dtype by the scale, in float32 or the loss's wider dtype."""
+    wide = widened(tf.convert_to_tensor(loss))
+    return wide * tf.cast(scale, wide.dtype)
+
+
+def unscale(config: LossScale, grads: Sequence[Any], scale: Any) -> tuple[list[Any], Any]:
+    """Undo the scale on gradients and say whether all are finite, looking at each once.
+
+    Multiplies by the float32 reciprocal, as ``torch.amp.GradScaler`` does. The unscaled values are the ones checked,
+    so that nothing non-finite can get past.
+
+    Args:
+        config: the settings; their upper bound tells whether a reciprocal is safe.
+        grads: floating tensors or ``tf.IndexedSlices``; anything else (None, integers) passes through.
+        scale: float32 scalar.
+
+    Returns:
+        The gradients in float32 (or their wider dtype), and a bool scalar.
+    """
+    top = config.maximum if config.mode == "dynamic" else config.initial
+    inverse = 1.0 / scale if top <= _EXACT_RECIPROCAL else None
+
+    def undo(values: Any) -> Any:
+        wide = widened(values)
+        return wide / tf.cast(scale, wide.dtype) if inverse is None else wide * tf.cast(inverse, wide.dtype)
+
+    out: list[Any] = []
+    finite: list[Any] = []
+    for grad in grads:
+        if isinstance(grad, tf.IndexedSlices) and grad.values.dtype.is_floating:
+            values = undo(grad.values)
+            out.append(tf.IndexedSlices(values, grad.indices, grad.dense_shape))
+        elif tf.is_tensor(grad) and not isinstance(grad, tf.IndexedSlices) and grad.dtype.is_floating:
+            values = undo(tf.convert_to_tensor(grad))
+            out.append(values)
+        else:
+            out.append(grad)
+            continue
+        finite.append(tf.reduce_all(tf.math.is_finite(values)))
+    return out, tf.reduce_all(tf.stack(finite)) if finite else tf.constant(True)
+
+
+class TensorFlowLossScaler(LossScaler):
+    """The neutral :class:`~precision.LossScaler` on TensorFlow. State and gradients are nests (``tf.nest``) of tensors.
+
+    Example:
+        >>> scaler = precision.bind("mixed_float16", backend="tensorflow").loss_scaler   # doctest: +SKIP
+        >>> state = scaler.init()                                                       # doctest: +SKIP
+        >>> float(scaler.scale(tf.constant(0.5), state))                                # doctest: +SKIP
+        32768.0
+    """
+
+    xp = tf
+
+    def from_host(self, state: LossScaleState) -> LossScaleState:
+        scale, *counters = state
+        return LossScaleState(tf.constant(scale, tf.float32), *(tf.constant(c, tf.int32) for c in counters))
+
+    def scale(self, loss: Any, state: LossScaleState) -> Any:
+        check_leaf(loss, "tensorflow")
+        return loss if self.config.mode == "none" else scale_loss(loss, state.scale)
+
+    def unscale(self, grads: Any, state: LossScaleState) -> tuple[Any, Any]:
+        leaves = tf.nest.flatten(grads)
+        for leaf in leaves:
+            check_leaf(leaf, "tensorflow")
+        if self.config.mode == "none":
+            return grads, tf.constant(True)
+        tensors = [tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+        unscaled, finite = unscale(self.config, tensors, state.scale)
+        return tf.nest.pack_sequence_as(grads, unscaled), finite
