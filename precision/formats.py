@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import ml_dtypes
@@ -138,8 +139,8 @@ class FloatFormat:
         magnitude = abs(float(value))
         if not np.isfinite(magnitude):
             return float("nan")
-        exponent = int(np.floor(np.log2(max(magnitude, self.smallest_normal))))
-        return float(2.0 ** (exponent - self.mantissa_bits))
+        exponent = math.frexp(max(magnitude, self.smallest_normal))[1] - 1
+        return math.ldexp(1.0, exponent - self.mantissa_bits)
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:

@@ -83,7 +83,8 @@ def rule_trajectory(config: LossScale, finite: Sequence[bool]) -> list[dict[str,
     """The rule's own trajectory over a pattern, with NumPy scalars."""
     state, out = initial_state(config), []
     for flag in finite:
-        state = next_state(config, state, np.bool_(flag), np)
+        with np.errstate(over="ignore"):  # a huge growth factor overflows before the maximum cuts it
+            state = next_state(config, state, np.bool_(flag), np)
         out.append(state_to_dict(state))
     return out
 
