@@ -42,3 +42,9 @@ class JaxBackend(Backend):
     def capabilities(self) -> list[Capability]:
         """What each local device can do with each dtype."""
         return [capability for device in jax.local_devices() for capability in devices.capabilities(device)]
+
+    def parity(self) -> Any:
+        """The adapter for the parity suite."""
+        from precision_jax.parity import JaxParity
+
+        return JaxParity()

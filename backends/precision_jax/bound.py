@@ -174,7 +174,7 @@ class JaxPolicy(BoundPolicy):
     ) -> Callable[..., Any]:
         """``jax.value_and_grad`` under the policy.
 
-        The differentiated arguments are cast to the compute dtype inside the differentiated function, so gradients reach
+        The arguments to differentiate are cast to the compute dtype inside the differentiated function, so gradients reach
         float32 masters in float32. The loss is scaled in float32, and the gradients unscaled with that same scale. Gradients
         that overflowed stay inf or NaN for :meth:`optimizer` to see.
 
@@ -183,8 +183,9 @@ class JaxPolicy(BoundPolicy):
             argnums: the positional arguments to differentiate. Their leaves that are no floating or complex arrays get the
                 gradient None (as in ``equinox.filter_grad``).
             has_aux: whether ``fun`` gives ``(loss, aux)``; ``aux`` comes back as it is.
-            cast_argnums: further positional arguments to cast to the compute dtype, such as the inputs. Left out, a model
-                that seems to compute in float32 for want of a cast is warned of; ``()`` says that nothing is to be cast.
+            cast_argnums: the positional arguments to cast to the compute dtype: ``(0, 1)`` for parameters and inputs, ``()``
+                for none (the model casts by itself, with :meth:`op` for instance). Left out, the differentiated ones are
+                cast, and a model that seems to compute in float32 for want of a cast is warned of.
             axis_name: a mapped axis to average loss and gradients over, in the policy's reduce dtype.
 
         Returns:

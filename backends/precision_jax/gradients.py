@@ -35,9 +35,8 @@ def value_and_grad(
     def value_and_grad_fun(*args: Any, loss_scale: Any = None, **kwargs: Any) -> Any:
         state = _state(mp, loss_scale)
         nums = _positions(argnums, len(args))
-        inputs = list(args)
-        for i in _positions(() if cast_argnums is None else cast_argnums, len(args)):
-            inputs[i] = mp.cast_to_compute(args[i])
+        casting = nums if cast_argnums is None else _positions(cast_argnums, len(args))
+        inputs = [mp.cast_arguments(a) if i in casting and i not in nums else a for i, a in enumerate(args)]
         for leaf in jax.tree.leaves(args):
             check_leaf(leaf, "jax")
         mp.rules.parameters(*(args[i] for i in nums))
@@ -45,7 +44,8 @@ def value_and_grad(
 
         def scaled(*diff: Any) -> tuple[Any, tuple[Any, Any]]:
             for i, d, (_, rest) in zip(nums, diff, pairs, strict=True):
-                inputs[i] = mp.cast_to_compute(_combine(d, rest))
+                whole = _combine(d, rest)
+                inputs[i] = mp.cast_arguments(whole) if i in casting else whole
             casts = mp.casts_seen
             out = fun(*inputs, **kwargs)
             if cast_argnums is None and mp.casts_seen == casts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
 
@@ -10,11 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from precision.backend import check_leaf
-from precision.errors import LossScaleError, UnsupportedError
+from precision.errors import LossScaleError
 from precision.loss_scale import LossScale, LossScaler, LossScaleState
 from precision_jax.leaves import is_array, is_inexact
-
-_MAX_SCALE = 2.0**126
 
 
 class JaxLossScaler(LossScaler):
@@ -22,9 +20,6 @@ class JaxLossScaler(LossScaler):
 
     Args:
         config: the policy's loss-scale settings.
-
-    Raises:
-        UnsupportedError: the scale could exceed 2**126, whose reciprocal XLA flushes to zero.
 
     Example:
         >>> scaler = JaxLossScaler(LossScale(mode="dynamic", initial=8.0))
@@ -39,12 +34,8 @@ class JaxLossScaler(LossScaler):
     def __init__(self, config: LossScale) -> None:
         super().__init__(config)
         highest = {"dynamic": config.maximum, "static": config.initial}.get(config.mode, 1.0)
-        if highest > _MAX_SCALE:
-            field = "maximum" if config.mode == "dynamic" else "initial"
-            raise UnsupportedError(
-                f"loss_scale.{field} {highest!r}: the reciprocal of a scale above 2**126 is a subnormal float32, which XLA "
-                "flushes to zero. Use 2**126 or less."
-            )
+        # The reciprocal of a scale above 2**126 is a subnormal float32, which XLA flushes to zero on CPUs.
+        self._divide = highest > 2.0**126
 
     def from_host(self, state: LossScaleState) -> LossScaleState:
         """Turn NumPy scalars into JAX scalars on the default device."""
@@ -81,9 +72,12 @@ class JaxLossScaler(LossScaler):
         """Unscale without looking: an inf or NaN stays one, so that whoever comes next can see it."""
         if self.config.mode == "none":
             return grads
+        scale = self.checked(state).scale
+        if self._divide:
+            return jax.tree.map(lambda leaf: _apply(jnp.divide, leaf, scale), grads)
         # 1/scale, rounded to float32, then multiplied: the numbers of torch.amp.GradScaler, bit for bit.
-        inverse = 1.0 / self.checked(state).scale
-        return jax.tree.map(lambda leaf: _multiply(leaf, inverse), grads)
+        inverse = 1.0 / scale
+        return jax.tree.map(lambda leaf: _apply(jnp.multiply, leaf, inverse), grads)
 
     def load_state_dict(self, saved: Any) -> LossScaleState:
         """Load a state saved under any backend, or a native one.
@@ -116,14 +110,14 @@ class JaxLossScaler(LossScaler):
         return state
 
 
-def _multiply(leaf: Any, inverse: jax.Array) -> Any:
+def _apply(operation: Callable[..., Any], leaf: Any, factor: jax.Array) -> Any:
     check_leaf(leaf, "jax")
     if isinstance(leaf, float):
         leaf = jnp.asarray(leaf, jnp.float32)
     if not is_inexact(leaf):
         return leaf
     wide = jnp.promote_types(leaf.dtype, jnp.float32)
-    return jnp.asarray(leaf, wide) * inverse.astype(wide)
+    return operation(jnp.asarray(leaf, wide), factor.astype(jnp.finfo(wide).dtype))
 
 
 def all_finite(tree: Any, axis_name: str | None = None) -> jax.Array:
