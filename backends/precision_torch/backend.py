@@ -1,0 +1,52 @@
+"""``TorchBackend``: what the registry finds under the name ``torch``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from precision.backend import Backend, Capability, require_supported
+from precision.policy import PrecisionPolicy
+from precision_torch.bound import TorchPolicy
+from precision_torch.capabilities import capabilities_of, resolve_device, visible_devices
+
+
+class TorchBackend(Backend):
+    """PyTorch.
+
+    Example:
+        >>> sorted({c.dtype for c in TorchBackend().capabilities()})
+        ['bfloat16', 'float16', 'float32', 'float8_e4m3fn', 'float8_e5m2']
+    """
+
+    name = "torch"
+    framework = "torch"
+
+    def bind(self, policy: PrecisionPolicy, *, device: torch.device | str | None = None) -> TorchPolicy:  # type: ignore[override]
+        """Tie a policy to a device.
+
+        Args:
+            policy: the policy.
+            device: a torch device; by default CUDA, MPS or XPU if there is one, else the CPU.
+
+        Raises:
+            UnsupportedError: the device is not there, or cannot do what the policy asks.
+        """
+        where = resolve_device(device)
+        require_supported(policy, capabilities_of(where), str(where))
+        return TorchPolicy(policy, self, where)
+
+    def versions(self) -> dict[str, str]:
+        """The version of torch."""
+        return {"torch": str(torch.__version__)}
+
+    def capabilities(self) -> list[Capability]:
+        """What each visible device can do with each dtype."""
+        return [capability for device in visible_devices() for capability in capabilities_of(device)]
+
+    def parity(self) -> Any:
+        """The adapter for the parity suite."""
+        from precision_torch.parity import TorchParity
+
+        return TorchParity(self)

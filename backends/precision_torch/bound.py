@@ -1,0 +1,270 @@
+"""``TorchPolicy``: a policy tied to a device in PyTorch; what ``precision.bind(policy, backend="torch")`` returns."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from precision.backend import BoundPolicy
+from precision.errors import PolicyError, PrecisionWarning
+from precision.policy import PrecisionPolicy
+from precision_torch import regions
+from precision_torch.clipping import clip, require_clip
+from precision_torch.dtypes import TORCH, cast, torch_dtype
+from precision_torch.grad_scaler import PrecisionGradScaler
+from precision_torch.loss_scaler import TorchLossScaler
+from precision_torch.optimizer import ScaledOptimizer
+from precision_torch.prepare import prepare
+from precision_torch.skipped_state import Which
+from precision_torch.step_result import StepResult
+from precision_torch.tree import cast_tree, map_tensors
+
+if TYPE_CHECKING:
+    from precision_torch.backend import TorchBackend
+
+
+class TorchPolicy(BoundPolicy):
+    """A policy in PyTorch.
+
+    Attributes:
+        policy: the policy.
+        backend: the backend.
+        device: the device it is bound to.
+        loss_scaler: the neutral loss scaler, with explicit state.
+
+    Example:
+        >>> import precision, torch
+        >>> mp = precision.bind("mixed_bfloat16", backend="torch", device="cpu")
+        >>> model = torch.nn.Linear(4, 2)
+        >>> model, optimizer = mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with mp.autocast():
+        ...     loss = model(torch.ones(8, 4)).square().mean()
+        >>> mp.backward(loss)
+        >>> mp.step(optimizer).taken
+        True
+    """
+
+    def __init__(self, policy: PrecisionPolicy, backend: TorchBackend, device: torch.device) -> None:
+        self.policy = policy
+        self.backend = backend
+        self.device = device
+        self.loss_scaler = TorchLossScaler(policy.loss_scale, device)
+        self.param_dtype = TORCH[policy.param_dtype]
+        self.compute_dtype = TORCH[policy.compute_dtype]
+        self.output_dtype = TORCH[policy.output_dtype]
+        self._device_type = device.type
+        self._scaler: PrecisionGradScaler | None = None
+        self._warn_of_family_rules = bool(policy.family_rules)
+
+    def __repr__(self) -> str:
+        return f"TorchPolicy({self.policy!r}, device={str(self.device)!r})"
+
+    # ---- regions ------------------------------------------------------------------------------------------------
+
+    def autocast(self, fn: Callable[..., Any] | None = None, *, cache_enabled: bool = False) -> Any:
+        """``torch.autocast`` to the policy's compute dtype: a context manager and a decorator.
+
+        Device and dtype are always given. Under a float32 policy it is switched off, so that an outer autocast does not
+        reach in.
+
+        Args:
+            fn: a function to decorate at once.
+            cache_enabled: whether a weight's low-precision copy is kept for the length of the region. Off unless asked
+                for: the copy goes stale when the weight is updated inside the region, and gradients of a weight used
+                several times would add up in low precision.
+
+        Returns:
+            A ``torch.autocast``; the decorated function if ``fn`` was given.
+        """
+        if self._warn_of_family_rules:
+            self._warn_of_family_rules = False
+            families = ", ".join(sorted({str(rule.family) for rule in self.policy.family_rules}))
+            warnings.warn(
+                f"the policy's rules for op families ({families}) reach only functions marked with mp.op(family); "
+                "torch.autocast keeps its own lists.",
+                PrecisionWarning,
+                stacklevel=2,
+            )
+        region = regions.autocast_on(self._device_type, self.compute_dtype, cache_enabled)
+        return region if fn is None else region(fn)
+
+    def island(self, dtype: Any = "float32") -> regions.Island:
+        """A region that keeps a dtype whatever is around it; see :class:`Island`."""
+        return regions.Island(self._device_type, torch_dtype(dtype))
+
+    def op(self, family: str) -> Callable[[Callable[..., Any]], Any]:
+        """Mark a function with its op family: a decorator.
+
+        The floating tensors among its arguments are cast as :func:`precision.ops.decide` says, and it runs without
+        autocasting inside.
+
+        Raises:
+            PolicyError: unknown family.
+        """
+        return regions.mark_op(self.policy, self._device_type, family)
+
+    def custom_fwd(self, fwd: Callable[..., Any] | None = None, *, cast_inputs: Any = None) -> Any:
+        """``torch.amp.custom_fwd`` for the ``forward`` of a ``torch.autograd.Function``, for this policy's device.
+
+        Args:
+            fwd: the ``forward`` to decorate.
+            cast_inputs: a dtype, or ``"compute"`` for the policy's: the inputs are cast to it and ``forward`` runs
+                without autocasting. Left out, ``forward`` runs under the autocast around it. Outside of autocast
+                neither has an effect.
+        """
+        if cast_inputs == "compute":
+            cast_inputs = self.compute_dtype
+        elif cast_inputs is not None:
+            cast_inputs = torch_dtype(cast_inputs)
+        return torch.amp.custom_fwd(fwd, device_type=self._device_type, cast_inputs=cast_inputs)
+
+    def custom_bwd(self, bwd: Callable[..., Any] | None = None) -> Any:
+        """``torch.amp.custom_bwd`` for the ``backward`` that belongs to a ``forward`` under :meth:`custom_fwd`."""
+        return torch.amp.custom_bwd(bwd, device_type=self._device_type)
+
+    # ---- casts --------------------------------------------------------------------------------------------------
+
+    def cast_to_param(self, tree: Any) -> Any:
+        """Cast a tree's floating tensors (not float64) to the parameter dtype; a rule for a tensor's path wins."""
+        return self._cast(tree, self.param_dtype)
+
+    def cast_to_compute(self, tree: Any) -> Any:
+        """Cast a tree's floating tensors (not float64) to the compute dtype; a rule for a tensor's path wins."""
+        return self._cast(tree, self.compute_dtype)
+
+    def cast_to_output(self, tree: Any) -> Any:
+        """Cast a tree's floating tensors (not float64) to the output dtype."""
+        return cast_tree(tree, self.output_dtype)
+
+    def _cast(self, tree: Any, dtype: torch.dtype) -> Any:
+        if not self.policy.module_rules:
+            return cast_tree(tree, dtype)
+
+        def cast_one(tensor: torch.Tensor, path: str) -> torch.Tensor:
+            rule = self.policy.rule_for(path)
+            return cast(tensor, dtype if rule is None else TORCH[rule.dtype])
+
+        return map_tensors(cast_one, tree)
+
+    # ---- training -----------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        model: torch.nn.Module,
+        optimizer: Any = None,
+        *,
+        master_weights: bool | None = None,
+        restore_on_skip: Which = "batch_norm",
+    ) -> tuple[torch.nn.Module, Any]:
+        """Check a model and its optimizer against the policy, and mend what can be mended, in place.
+
+        Norm layers keep float32 parameters and compute in float32; modules under a rule keep the rule's dtype, in
+        parameters and compute; the rest gets ``param_dtype`` if that is low. Buffers keep their dtype, tied weights
+        stay tied, the state dict its keys. The model's results leave in ``output_dtype``. Call it before
+        ``torch.compile``, and before copying model or optimizer (copies of the optimizer must be prepared again).
+
+        Args:
+            model: the model.
+            optimizer: the ``torch.optim`` optimizer of its parameters, or a list of them; None for inference.
+            master_weights: True keeps float32 masters of low-precision trainable parameters, which the optimizer
+                updates; they are in its state dict. None (default) refuses such parameters; False trains bfloat16
+                ones as they are.
+            restore_on_skip: what goes back to where it was when a step is skipped: ``"batch_norm"`` (running
+                statistics), ``"buffers"`` (all buffers) or ``"nothing"``.
+
+        Returns:
+            The same ``(model, optimizer)``.
+
+        Raises:
+            MasterWeightsError: trainable parameters are low precision and have no masters; names them.
+            PolicyError: float16 compute without loss scaling, or a wrong argument.
+        """
+        optimizers: Sequence[Any] = (
+            () if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
+        )
+        natives = [getattr(each, "_precision_inner", each) for each in optimizers]
+        prepare(self.policy, self._device_type, model, natives, master_weights, restore_on_skip)
+        return model, optimizer
+
+    def grad_scaler(self) -> PrecisionGradScaler:
+        """A new ``torch.amp.GradScaler`` that follows the policy's loss scale; disabled with mode ``none``.
+
+        Raises:
+            PolicyError: float16 compute without loss scaling.
+        """
+        self.policy.require_trainable()
+        return PrecisionGradScaler(self.policy.loss_scale, self.device)
+
+    @property
+    def scaler(self) -> PrecisionGradScaler:
+        """The scaler that :meth:`backward`, :meth:`step` and :meth:`optimizer` share. Save its ``state_dict()``."""
+        if self._scaler is None:
+            self._scaler = self.grad_scaler()
+        return self._scaler
+
+    def backward(self, *losses: torch.Tensor, **kwargs: Any) -> None:
+        """Backward on the scaled loss, or on several at once. ``kwargs`` go to ``torch.autograd.backward``."""
+        scaled = [self.scaler.scale(loss) for loss in losses]
+        torch.autograd.backward(scaled, **kwargs)
+
+    def step(
+        self,
+        *optimizers: torch.optim.Optimizer,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        update: bool = True,
+    ) -> Any:
+        """Unscale, clip, step or skip, update the scale. Gradients are kept: call ``zero_grad`` before the next backward.
+
+        Args:
+            optimizers: all optimizers of this iteration; each has its own flag, and the scale is updated once.
+            clip_norm: clip each optimizer's gradients to this total norm, after unscaling.
+            clip_value: clamp gradients to plus or minus this, after unscaling.
+            update: whether to update the scale; with False call ``mp.scaler.update()`` at the end of the iteration.
+
+        Returns:
+            A :class:`StepResult`; for several optimizers a tuple of them.
+
+        Raises:
+            LossScaleError: no loss was scaled since the last update, or an optimizer stepped twice.
+        """
+        require_clip(clip_norm, clip_value)
+        if not optimizers:
+            raise PolicyError("mp.step takes the optimizers of this iteration: mp.step(optimizer).")
+        scaler = self.scaler
+        natives = [getattr(each, "_precision_inner", each) for each in optimizers]
+        if clip_norm is not None or clip_value is not None:
+            for optimizer in natives:
+                scaler.unscale_(optimizer)
+                clip(optimizer, clip_norm, clip_value)
+        results: tuple[StepResult, ...] = tuple(scaler.step(optimizer) for optimizer in natives)
+        if update:
+            scaler.update()
+        return results[0] if len(results) == 1 else results
+
+    def optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        scaler: PrecisionGradScaler | None = None,
+    ) -> ScaledOptimizer:
+        """Wrap an optimizer so that its ``step`` unscales, clips, skips and updates the scale.
+
+        Args:
+            optimizer: a ``torch.optim`` optimizer.
+            clip_norm: clip the gradients' total norm to this, after unscaling.
+            clip_value: clamp gradients to plus or minus this, after unscaling.
+            scaler: the scaler to use; by default :attr:`scaler`, so that ``mp.backward(loss)`` fits.
+
+        Raises:
+            PolicyError: not a torch optimizer, float16 compute without loss scaling, or a limit that is not positive.
+        """
+        self.policy.require_trainable()
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ScaledOptimizer):
+            raise PolicyError(f"mp.optimizer takes a native torch.optim optimizer, not {type(optimizer).__name__}.")
+        return ScaledOptimizer(optimizer, self.scaler if scaler is None else scaler, clip_norm, clip_value)

@@ -1,0 +1,353 @@
+"""A ``torch.amp.GradScaler`` that follows the neutral loss-scale rule and keeps its counters on the device.
+
+Whatever takes a ``GradScaler`` takes this one. Calls in an order that cannot be right are errors, not wrong numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+
+from precision.errors import LossScaleError, MasterWeightsError, StateError
+from precision.loss_scale import LossScale, LossScaleState, next_state, state_to_dict
+from precision_torch.attachments import attachments
+from precision_torch.dtypes import LOW
+from precision_torch.loss_scaler import TorchLossScaler, scale_tensor
+from precision_torch.skipped_state import SkippedState
+from precision_torch.step_result import StepResult
+from precision_torch.tree import map_tensors
+from precision_torch.unscaling import combine, reciprocal, unscale_in_place, widened
+
+
+class PrecisionGradScaler(torch.amp.GradScaler):
+    """A gradient scaler with floors, caps, hysteresis, and one update an iteration for any number of optimizers.
+
+    Made by ``mp.grad_scaler()``. With mode ``none`` it is disabled and passes everything through.
+
+    Args:
+        config: the loss-scale settings of a policy.
+        device: where the scale and the counters live.
+
+    Example:
+        >>> import precision, torch
+        >>> scaler = precision.bind("mixed_float16", backend="torch", device="cpu").grad_scaler()
+        >>> weight = torch.nn.Parameter(torch.tensor(1.0))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.25)
+        >>> scaler.scale(weight**2).backward()
+        >>> result = scaler.step(optimizer)
+        >>> scaler.update()
+        >>> result.taken, weight.item(), scaler.get_scale()
+        (True, 0.5, 65536.0)
+    """
+
+    def __init__(self, config: LossScale, device: torch.device | str = "cpu") -> None:
+        where = torch.device(device)
+        super().__init__(device=where.type, enabled=config.mode != "none", init_scale=config.initial_scale)
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._scaler = TorchLossScaler(config, where)
+        self._scaled = False  # whether a loss was scaled since the last update
+        self._updates = 0  # since max_consecutive_skips was last looked at
+        self._set_state(self._scaler.init(), config.initial_scale)
+
+    # ---- state --------------------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> LossScale:
+        """The loss-scale settings."""
+        return self._scaler.config
+
+    @property
+    def state(self) -> LossScaleState:
+        """The state as 0-d tensors on the device; updated in place by :meth:`update`."""
+        return self._state
+
+    def _set_state(self, state: LossScaleState, scale: float) -> None:
+        self._state = state
+        self._scale, self._growth_tracker = state.scale, state.good_steps  # where the base class looks
+        self._scale_floor = scale  # a bound from below on the scale, known without reading the device
+
+    def state_dict(self) -> dict[str, float | int]:
+        """The neutral flat dict, the same on every backend; see :func:`precision.loss_scale.state_to_dict`."""
+        return state_to_dict(self._state)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state saved under any backend, or that of a native ``GradScaler``; the settings stay the policy's.
+
+        Raises:
+            StateError: not a loss-scale state, truncated, or of another version. Nothing is changed then.
+        """
+        if not self._enabled and not state_dict:  # what a disabled native scaler saves
+            return
+        if not state_dict:
+            raise StateError(
+                "the saved state is empty: it was saved from a disabled GradScaler, which has no scale. Start from a "
+                "fresh state instead of loading it."
+            )
+        loaded = self._scaler.load_state_dict(state_dict)
+        scale = float(loaded.scale)
+        with torch.no_grad():
+            for mine, new in zip(self._state, loaded, strict=True):
+                mine.copy_(new)
+        self._scale_floor = scale
+        self._begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._per_optimizer_states or self._scaled:
+            raise LossScaleError("copy or pickle the scaler after update(), not within an iteration.")
+        return {"config": self.config, "device": self._scaler.device, "state": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["config"], state["device"])  # type: ignore[misc]
+        self.load_state_dict(state["state"])
+
+    # ---- the iteration ------------------------------------------------------------------------------------------
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss (or an iterable or dict of losses) by the scale, in float32 whatever the loss's dtype."""
+        if not self._enabled:
+            return outputs
+        self._scaled = True
+        if isinstance(outputs, torch.Tensor):
+            return scale_tensor(outputs, self._state.scale)
+        if isinstance(outputs, (list, tuple, Mapping)):
+            return map_tensors(lambda tensor, _: scale_tensor(tensor, self._state.scale), outputs)
+        if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
+            return map(self.scale, outputs)
+        raise LossScaleError(f"scale() takes a tensor or an iterable of tensors, not {type(outputs).__name__}.")
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of an optimizer by the scale, in place, and note whether all are finite.
+
+        Call it before clipping or looking at gradients; ``step`` calls it otherwise.
+
+        Raises:
+            LossScaleError: called twice in an iteration, after ``step``, or before any loss was scaled.
+            MasterWeightsError: a gradient is low precision and no master weights are kept.
+        """
+        if not self._enabled:
+            return
+        optimizer = _native(optimizer)
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            raise LossScaleError("unscale_() was already called for this optimizer since the last update().")
+        if state["stage"] is OptState.STEPPED:
+            raise LossScaleError("unscale_() is called after step(): unscale first, then clip, step, update.")
+        self._require_scaled("unscale_()")
+        inverse = reciprocal(self._state.scale)
+        state["found_inf_per_device"] = self._unscale_grads_(optimizer, inverse, torch.empty(0), False)
+        state["guards"] = attachments(optimizer).guards
+        state["stage"] = OptState.UNSCALED
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        masters = attachments(optimizer).masters
+        if masters is not None:
+            masters.pull()
+        grads: list[torch.Tensor] = []
+        with torch.no_grad():
+            for g, group in enumerate(optimizer.param_groups):
+                for i, param in enumerate(group["params"]):
+                    grad = param.grad
+                    if grad is None:
+                        continue
+                    if grad.dtype in LOW:
+                        _refuse_low(grad, f"param_groups[{g}]['params'][{i}]")
+                    if grad.layout is not torch.strided or grad.is_complex():
+                        grad = widened(grad)
+                    grads.append(grad)
+            return unscale_in_place(grads, inv_scale, check_result=self._scale_floor < 1.0)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> StepResult:  # type: ignore[override]
+        """Unscale (unless done), then take the optimizer's step if all gradients are finite.
+
+        Fused optimizers skip on the device; for others one flag is read on the host, as ``torch.amp.GradScaler`` does.
+
+        Args:
+            optimizer: the optimizer; ``args`` and ``kwargs`` go to its ``step``. Closures are not supported.
+
+        Returns:
+            A :class:`StepResult`: ``.value`` is what the optimizer returned, ``.taken`` whether it stepped.
+
+        Raises:
+            LossScaleError: step called twice, nothing scaled, no gradients, or a closure.
+        """
+        optimizer = _native(optimizer)
+        if not self._enabled:
+            return StepResult(optimizer.step(*args, **kwargs), taken=True)
+        if kwargs.get("closure") is not None or (args and callable(args[0])):
+            raise LossScaleError(
+                "closures are not supported with loss scaling: the loss inside would not be scaled. Use bfloat16 with "
+                "loss_scale.mode 'none' for optimizers that need one, such as LBFGS."
+            )
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise LossScaleError("step() was already called for this optimizer since the last update().")
+        self._require_scaled("step()")
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if fused and "grad_scaler" in inspect.signature(optimizer.step).parameters:
+            # an older contract: the optimizer calls this scaler itself
+            state["guards"] = attachments(optimizer).guards
+            value = optimizer.step(*args, grad_scaler=self, **kwargs)
+            result = StepResult(value, found_inf=self._found_inf(state))
+        else:
+            if state["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+            found = self._found_inf(state)
+            if fused:
+                result = self._step_fused(optimizer, found, args, kwargs)
+            else:
+                skip = state["skipped"] = bool(found.item())
+                result = StepResult(None if skip else optimizer.step(*args, **kwargs), taken=not skip)
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def _step_fused(
+        self, optimizer: Any, found: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StepResult:
+        """Hand the flag to a kernel that skips on the device. Gradients are unscaled already, so it gets no scale."""
+        optimizer.grad_scale = getattr(optimizer, "grad_scale", None)
+        optimizer.found_inf = found
+        try:
+            return StepResult(optimizer.step(*args, **kwargs), found_inf=found)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+
+    def _found_inf(self, state: dict[str, Any]) -> torch.Tensor:
+        flags = state["found_inf_per_device"]
+        if not flags:
+            raise LossScaleError("the optimizer has no gradients: call scale(loss).backward() before step().")
+        return combine(flags.values(), self._state.scale.device)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Move the scale by the rule, once an iteration, after all optimizers have stepped.
+
+        Args:
+            new_scale: a scale to set instead, within the policy's bounds; a tensor is clamped to them on the device.
+
+        Raises:
+            LossScaleError: nothing was scaled or checked since the last update, or ``new_scale`` is out of bounds.
+            NonFiniteGradientsError: more steps in a row were skipped than ``max_consecutive_skips`` allows (looked at
+                every so many updates, so that no step waits for the device).
+        """
+        if not self._enabled:
+            return
+        states = list(self._per_optimizer_states.values())
+        if new_scale is not None:
+            self._replace_scale(new_scale)
+        else:
+            self._require_scaled("update()")
+            flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+            if not flags:
+                raise LossScaleError("update() before any step(optimizer) or unscale_(optimizer) in this iteration.")
+            found = combine(flags, self._state.scale.device)
+            finite = found == 0
+            with torch.no_grad():
+                new = next_state(self.config, self._state, finite, self._scaler.xp)
+                torch._foreach_copy_(list(self._state), list(new))
+            known = [state.get("skipped") for state in states]
+            host = None if None in known else any(known)
+            if host is not False and self.config.mode == "dynamic":
+                self._scale_floor = max(self._scale_floor * self.config.backoff_factor, self.config.minimum)
+            for guard in _guards(states):
+                guard.settle(finite, host)
+        self._begin()
+        self._check_skips()
+
+    def _replace_scale(self, new_scale: float | torch.Tensor) -> None:
+        config = self.config
+        if config.mode != "dynamic":
+            raise LossScaleError("the scale is fixed by loss_scale.mode 'static'; change the policy instead.")
+        if isinstance(new_scale, torch.Tensor):
+            if new_scale.numel() != 1 or new_scale.requires_grad:
+                raise LossScaleError("new_scale must be a number, or a one-element tensor that needs no gradient.")
+            value = new_scale.detach().reshape(()).to(self._state.scale, non_blocking=True)
+            bounded = value.clamp(config.minimum, config.maximum)
+            self._state.scale.copy_(torch.where(value.isfinite(), bounded, self._state.scale))
+            self._scale_floor = config.minimum
+            return
+        if isinstance(new_scale, bool) or not config.minimum <= new_scale <= config.maximum:
+            raise LossScaleError(
+                f"new_scale {new_scale!r} is outside [minimum, maximum] = [{config.minimum!r}, {config.maximum!r}]."
+            )
+        self._state.scale.fill_(new_scale)
+        self._scale_floor = float(new_scale)
+
+    def _begin(self) -> None:
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._scaled = False
+
+    def _check_skips(self) -> None:
+        limit = self.config.max_consecutive_skips
+        if limit is None:
+            return
+        self._updates += 1
+        if self._updates >= limit:
+            self._updates = 0
+            self._scaler.check(self._state)
+
+    def _require_scaled(self, what: str) -> None:
+        if not self._scaled:
+            raise LossScaleError(
+                f"{what} before any loss was scaled since the last update(). In an iteration: scale(loss).backward() for "
+                "every loss, step(optimizer) for every optimizer, then one update()."
+            )
+
+    # ---- the rest of GradScaler's interface ---------------------------------------------------------------------
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:  # type: ignore[override]
+        one = torch.ones((), dtype=torch.float32, device=self._state.scale.device)
+        state = self._per_optimizer_states[id(_native(optimizer))]
+        state["found_inf_per_device"] = self._unscale_grads_(_native(optimizer), one, torch.empty(0), True)
+        found: dict[torch.device, torch.Tensor] = state["found_inf_per_device"]
+        return found
+
+    def get_growth_factor(self) -> float:
+        """The policy's ``growth_factor``."""
+        return self.config.growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Change ``growth_factor``. Raises ``PolicyError`` if it is out of range."""
+        self._scaler.config = self.config.with_(growth_factor=new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """The policy's ``backoff_factor``."""
+        return self.config.backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Change ``backoff_factor``. Raises ``PolicyError`` if it is out of range."""
+        self._scaler.config = self.config.with_(backoff_factor=new_factor)
+
+    def get_growth_interval(self) -> int:
+        """The policy's ``growth_interval``, in finite steps."""
+        return self.config.growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Change ``growth_interval``. Raises ``PolicyError`` if it is out of range."""
+        self._scaler.config = self.config.with_(growth_interval=new_interval)
+
+    def __repr__(self) -> str:  # reads nothing from the device
+        return f"PrecisionGradScaler({self.config!r}, device={str(self._scaler.device)!r})"
+
+
+def _native(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside one of ours."""
+    return getattr(optimizer, "_precision_inner", optimizer)
+
+
+def _guards(states: list[dict[str, Any]]) -> list[SkippedState]:
+    unique = {id(guard): guard for state in states for guard in state.get("guards", ())}
+    return list(unique.values())
+
+
+def _refuse_low(grad: torch.Tensor, where: str) -> None:
+    raise MasterWeightsError(
+        f"the gradient of {where} (shape {tuple(grad.shape)}) is {str(grad.dtype).removeprefix('torch.')}: unscaled in that "
+        "dtype, small gradients become zero. Keep the parameters in float32, or give model and optimizer to "
+        "mp.prepare(model, optimizer, master_weights=True)."
+    )

@@ -1,0 +1,169 @@
+"""``mp.prepare``: checks a model and its optimizers against the policy, and mends what can be mended.
+
+Everything is checked before anything is changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from precision.backend import warn_unmatched
+from precision.errors import MasterWeightsError, PolicyError
+from precision.policy import PrecisionPolicy, Rule
+from precision_torch.attachments import attach, attachments
+from precision_torch.dtypes import LOW, TORCH, castable, dtype_name
+from precision_torch.masters import AdoptOnLoad, MasterWeights
+from precision_torch.pins import NORMS, cast_output, pin
+from precision_torch.skipped_state import SkippedState, Which
+
+
+@dataclasses.dataclass
+class _Plan:
+    """What each parameter will be."""
+
+    names: dict[torch.nn.Parameter, str]
+    dtypes: dict[torch.nn.Parameter, torch.dtype]
+
+
+def prepare(
+    policy: PrecisionPolicy,
+    device_type: str,
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    master_weights: bool | None,
+    restore_on_skip: Which,
+) -> None:
+    """Prepare a model and its optimizers in place; see ``TorchPolicy.prepare``."""
+    if not isinstance(model, torch.nn.Module):
+        raise PolicyError(f"mp.prepare takes a torch.nn.Module, not {type(model).__name__}.")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise PolicyError(f"mp.prepare takes torch.optim optimizers, not {type(optimizer).__name__}.")
+    if restore_on_skip not in ("batch_norm", "buffers", "nothing"):
+        raise PolicyError(f"restore_on_skip is 'batch_norm', 'buffers' or 'nothing', not {restore_on_skip!r}.")
+    if optimizers:
+        policy.require_trainable()
+    paths = [name for name, _ in model.named_modules() if name] + [name for name, _ in model.named_parameters()]
+    warn_unmatched(policy, paths, type(model).__name__)
+    plan = _plan(policy, model)
+    low = _low_and_trained(plan, optimizers)
+    if low and master_weights and not optimizers:
+        raise MasterWeightsError("master_weights=True needs the optimizer: mp.prepare(model, optimizer, ...).")
+    _require_masters(plan, low, master_weights)
+
+    originals = _cast_parameters(plan, optimizers)
+    _pin_modules(policy, device_type, model)
+    cast_output(model, TORCH[policy.output_dtype])
+    for optimizer in optimizers:
+        if low and master_weights:
+            _keep_masters(model, optimizer, low, originals)
+        if policy.loss_scale.mode != "none" and restore_on_skip != "nothing":
+            _guard(model, optimizer, restore_on_skip)
+
+
+def _plan(policy: PrecisionPolicy, model: torch.nn.Module) -> _Plan:
+    plan = _Plan({}, {})
+    for path, module in model.named_modules(remove_duplicate=False):
+        for leaf, param in module._parameters.items():
+            if param is None or not castable(param):
+                continue
+            name = f"{path}.{leaf}" if path else leaf
+            rule = policy.rule_for(name)
+            if rule is not None:
+                dtype = TORCH[rule.dtype]
+            elif isinstance(module, NORMS):
+                dtype = torch.float32
+            elif policy.param_dtype != "float32":
+                dtype = TORCH[policy.param_dtype]
+            else:
+                dtype = param.dtype  # float16 under a float32 policy is the user's doing: reported, not undone
+            plan.names.setdefault(param, name)
+            if plan.dtypes.get(param) is not torch.float32:  # a tied weight is as wide as its widest user
+                plan.dtypes[param] = dtype
+    return plan
+
+
+def _low_and_trained(plan: _Plan, optimizers: Sequence[torch.optim.Optimizer]) -> dict[torch.nn.Parameter, str]:
+    """The parameters that will be low precision, are trained, and have no masters yet; with their names."""
+    kept = {id(p) for optimizer in optimizers if (m := attachments(optimizer).masters) for p in m.low}
+    low = {
+        param: plan.names[param]
+        for param, dtype in plan.dtypes.items()
+        if dtype in LOW and param.requires_grad and id(param) not in kept
+    }
+    for optimizer in optimizers:
+        for g, group in enumerate(optimizer.param_groups):
+            for i, param in enumerate(group["params"]):
+                if param.dtype in LOW and param.requires_grad and param not in plan.dtypes and id(param) not in kept:
+                    low[param] = f"param_groups[{g}]['params'][{i}]"
+    return low
+
+
+def _require_masters(plan: _Plan, low: dict[torch.nn.Parameter, str], master_weights: bool | None) -> None:
+    """Refuse to train low-precision parameters without masters, unless they are bfloat16 and the caller insists."""
+    dtypes = {plan.dtypes.get(param, param.dtype) for param in low}
+    if not low or master_weights or (master_weights is False and torch.float16 not in dtypes):
+        return
+    names = list(low.values())
+    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    kinds = " and ".join(sorted(dtype_name(dtype) for dtype in dtypes))
+    raise MasterWeightsError(
+        f"{len(names)} trainable parameters are {kinds} and have no float32 master weights: {shown}. Updates smaller than "
+        "their spacing would be lost (bfloat16(0.999) is 1). Pass the optimizer and master_weights=True to keep float32 "
+        "masters, or keep the parameters in float32 (param_dtype = 'float32'); for inference call "
+        "model.requires_grad_(False) first."
+    )
+
+
+def _cast_parameters(
+    plan: _Plan, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """Cast parameters in place (they stay the same objects, so tied weights stay tied); returns the values before."""
+    originals: dict[torch.nn.Parameter, torch.Tensor] = {}
+    for param, dtype in plan.dtypes.items():
+        originals[param] = param.data
+        if param.dtype is dtype:
+            continue
+        param.grad = None
+        param.data = param.data.to(dtype)
+        for optimizer in optimizers:
+            for key, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, torch.Tensor) and value.shape == param.shape and castable(value):
+                    optimizer.state[param][key] = value.to(dtype)
+    return originals
+
+
+def _pin_modules(policy: PrecisionPolicy, device_type: str, model: torch.nn.Module) -> None:
+    governed: dict[str, Rule | None] = {}
+    for path, module in model.named_modules():
+        rule = policy.rule_for(path) if path else None
+        governed[path] = rule
+        if rule is not None:
+            if governed.get(path.rpartition(".")[0]) is not rule:  # its parent's island holds it already
+                pin(module, TORCH[rule.dtype], device_type)
+        elif isinstance(module, NORMS) and policy.compute_dtype != "float32":
+            pin(module, torch.float32, None)
+
+
+def _keep_masters(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    low: dict[torch.nn.Parameter, str],
+    originals: dict[torch.nn.Parameter, torch.Tensor],
+) -> None:
+    held = {param for group in optimizer.param_groups for param in group["params"]}
+    mine = {param: originals.get(param, param.data) for param in low if param in held}
+    if mine:
+        masters = MasterWeights(optimizer, mine, low)
+        attach(optimizer).masters = masters
+        model.register_load_state_dict_post_hook(AdoptOnLoad(masters))
+
+
+def _guard(model: torch.nn.Module, optimizer: torch.optim.Optimizer, which: Which) -> None:
+    guard = SkippedState(model, which)
+    kept: Iterable[Any] = (old for old in attachments(optimizer).guards if old.model() is not model)
+    attach(optimizer).guards = [*kept, *([guard] if len(guard) else [])]

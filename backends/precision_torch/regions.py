@@ -1,0 +1,106 @@
+"""Regions of code under a policy: autocast, islands that keep a dtype, and functions marked with their op family."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from precision.ops import canonical_family, decide
+from precision.policy import PrecisionPolicy
+from precision_torch.dtypes import NAME, TORCH, castable, dtype_name
+from precision_torch.tree import cast_tree, map_tensors, tensors_of
+
+
+def autocast_on(device_type: str, dtype: torch.dtype, cache: bool) -> torch.autocast:
+    """``torch.autocast`` to a low dtype; switched off, whatever is around it, for float32."""
+    if dtype is torch.float32:
+        return autocast_off(device_type)
+    return torch.autocast(device_type, dtype=dtype, enabled=True, cache_enabled=cache)
+
+
+def autocast_off(device_type: str) -> torch.autocast:
+    """``torch.autocast`` switched off. The dtype stays what it was, for a user's own autocast inside."""
+    return torch.autocast(device_type, dtype=torch.get_autocast_dtype(device_type), enabled=False)
+
+
+@contextlib.contextmanager
+def _off(device_type: str) -> Iterator[None]:
+    with autocast_off(device_type):
+        yield
+
+
+class Island:
+    """A region that keeps a dtype whatever is around it; decorator and context manager. Made by ``mp.island(dtype)``.
+
+    As a decorator it casts the floating tensors (not float64) among the arguments and runs the function without
+    autocasting. As a context manager it switches autocasting off and gives a function that casts: tensors made before
+    it keep their dtype until they are cast.
+
+    Example:
+        >>> import precision, torch
+        >>> mp = precision.bind("mixed_bfloat16", backend="torch", device="cpu")
+        >>> x = torch.ones(2, 2)
+        >>> with mp.autocast():
+        ...     low = x @ x
+        ...     with mp.island("float32") as cast:
+        ...         exact = cast(low) @ x
+        >>> low.dtype, exact.dtype
+        (torch.bfloat16, torch.float32)
+    """
+
+    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._device_type = device_type
+        self._open: list[Any] = []
+
+    def cast(self, tree: Any) -> Any:
+        """Cast the floating tensors (not float64) of a tree to the island's dtype."""
+        return cast_tree(tree, self.dtype)
+
+    def __enter__(self) -> Callable[[Any], Any]:
+        region = _off(self._device_type)
+        region.__enter__()
+        self._open.append(region)
+        return self.cast
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._open.pop().__exit__(*error)
+
+    def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        device_type, dtype = self._device_type, self.dtype
+
+        @functools.wraps(fn)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with autocast_off(device_type):
+                return fn(*cast_tree(args, dtype), **cast_tree(kwargs, dtype))
+
+        return inside
+
+
+def mark_op(policy: PrecisionPolicy, device_type: str, family: str) -> Callable[[Callable[..., Any]], Any]:
+    """The decorator behind ``mp.op(family)``: casts as :func:`precision.ops.decide` says, no autocasting inside."""
+    canonical_family(family)
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            inputs = [args, kwargs]
+            names = [dtype_name(tensor.dtype) for tensor in tensors_of(inputs)]
+            targets = list(decide(policy, family, names))
+            if targets != names:
+                targets.reverse()
+                inputs = map_tensors(lambda tensor, _: _to(tensor, targets.pop()), inputs)
+            with autocast_off(device_type):
+                return fn(*inputs[0], **inputs[1])
+
+        return run
+
+    return decorate
+
+
+def _to(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    return tensor.to(TORCH[name]) if castable(tensor) and NAME.get(tensor.dtype) != name else tensor

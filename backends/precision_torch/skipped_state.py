@@ -1,0 +1,106 @@
+"""Restoring a model's non-trainable state when a step is skipped: a forward pass that overflowed leaves inf or NaN in
+BatchNorm's running statistics, and the skipped step alone would not take them back. Done on the device, without a read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Literal
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+Which = Literal["batch_norm", "buffers", "nothing"]
+
+
+class SkippedState:
+    """A copy of a model's buffers as they were after the last settled step.
+
+    It is refreshed by every update of the loss scale and when the model loads a state dict. Statistics that were
+    changed otherwise between two steps (``torch.optim.swa_utils.update_bn``) come back if the next step is skipped.
+
+    Args:
+        model: the model.
+        which: ``"batch_norm"`` (running statistics of BatchNorm and InstanceNorm), or ``"buffers"`` (all buffers).
+    """
+
+    def __init__(self, model: torch.nn.Module, which: Which) -> None:
+        self.model = weakref.ref(model)
+        self._where = [
+            (module, name)
+            for module in model.modules()
+            if which == "buffers" or isinstance(module, _NormBase)
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._saved: dict[tuple[torch.device, torch.dtype], tuple[tuple[int, ...], torch.Tensor]] = {}
+        self.refresh()
+        model.register_load_state_dict_post_hook(_RefreshOnLoad(self))
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the state as it is now for the one to go back to."""
+        self._saved = {key: (indices, _flat(tensors).clone()) for key, (indices, tensors) in self._current().items()}
+
+    @torch.no_grad()
+    def settle(self, finite: torch.Tensor, skipped: bool | None) -> None:
+        """Go back to the saved state if the step was skipped, and save the state as it is then.
+
+        Args:
+            finite: 0-d bool tensor.
+            skipped: the same on the host (the other way round), where it is known; spares the restoring.
+        """
+        current = self._current()
+        if {key: indices for key, (indices, _) in current.items()} != {k: i for k, (i, _) in self._saved.items()}:
+            self._move(current)
+        for key, (indices, tensors) in current.items():
+            flat = _flat(tensors)
+            if skipped is not False:
+                flat = torch.where(finite.to(device=key[0], non_blocking=True), flat, self._saved[key][1])
+                pieces = flat.split([tensor.numel() for tensor in tensors])
+                torch._foreach_copy_(tensors, [p.view(t.shape) for p, t in zip(pieces, tensors, strict=True)])
+            self._saved[key] = (indices, flat)
+
+    def _current(self) -> dict[tuple[torch.device, torch.dtype], tuple[tuple[int, ...], list[torch.Tensor]]]:
+        groups: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[torch.Tensor]]] = {}
+        for index, (module, name) in enumerate(self._where):
+            buffer = module._buffers[name]
+            if buffer is None:  # taken out since
+                continue
+            indices, tensors = groups.setdefault((buffer.device, buffer.dtype), ([], []))
+            indices.append(index)
+            tensors.append(buffer)
+        return {key: (tuple(indices), tensors) for key, (indices, tensors) in groups.items()}
+
+    def _move(self, current: dict[Any, tuple[tuple[int, ...], list[torch.Tensor]]]) -> None:
+        """The model was moved to another device or dtype: move the saved state after it."""
+        sizes = [module._buffers[name].numel() for module, name in self._where]  # type: ignore[union-attr]
+        saved: dict[int, torch.Tensor] = {}
+        for indices, flat in self._saved.values():
+            saved.update(zip(indices, flat.split([sizes[i] for i in indices]), strict=True))
+        self._saved = {
+            (device, dtype): (indices, torch.cat([saved[i].to(device=device, dtype=dtype) for i in indices]))
+            for (device, dtype), (indices, _) in current.items()
+        }
+
+
+def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+class _RefreshOnLoad:
+    """A load-state-dict hook that does not follow the model into its copies and pickles."""
+
+    def __init__(self, guard: SkippedState | None) -> None:
+        self._guard = None if guard is None else weakref.ref(guard)
+
+    def __call__(self, module: torch.nn.Module, incompatible_keys: Any) -> None:
+        guard = None if self._guard is None else self._guard()
+        if guard is not None:
+            guard.refresh()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_RefreshOnLoad, (None,))
