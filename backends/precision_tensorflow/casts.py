@@ -21,6 +21,8 @@ from precision_tensorflow.paths import rule_at
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# AutoGraph is kept out of the casts (nothing there to convert) but not out of the functions they wrap.
+_plain = tf.autograph.experimental.do_not_convert
 _LOW_OR_SINGLE = {"float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
 
 
@@ -43,6 +45,7 @@ def cast_leaf(leaf: Any, dtype: str) -> Any:
     return tf.cast(leaf, dtype)
 
 
+@_plain
 def cast_tree(tree: Any, dtype: str, policy: PrecisionPolicy | None = None) -> Any:
     """Cast a tree's floating leaves; with a policy, the first module rule that covers a leaf's path gives its dtype.
 
@@ -88,17 +91,22 @@ def op(policy: PrecisionPolicy, family: str) -> Callable[[Function], Function]:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             with AutocastScope(None):
-                leaves = [_checked(leaf) for leaf in keras.tree.flatten((args, kwargs))]
-                places = [i for i, leaf in enumerate(leaves) if _dtype_name(leaf) is not None]
-                wanted = decide(policy, family, [str(_dtype_name(leaves[i])) for i in places])
-                for i, dtype in zip(places, wanted, strict=True):
-                    leaves[i] = cast_leaf(leaves[i], dtype)
-                cast_args, cast_kwargs = keras.tree.pack_sequence_as((args, kwargs), leaves)
+                cast_args, cast_kwargs = _cast_as_decided(policy, family, (args, kwargs))
                 return function(*cast_args, **cast_kwargs)
 
         return run  # type: ignore[return-value]
 
     return mark
+
+
+@_plain
+def _cast_as_decided(policy: PrecisionPolicy, family: str, tree: Any) -> Any:
+    leaves = [_checked(leaf) for leaf in keras.tree.flatten(tree)]
+    places = [i for i, leaf in enumerate(leaves) if _dtype_name(leaf) is not None]
+    wanted = decide(policy, family, [str(_dtype_name(leaves[i])) for i in places])
+    for i, dtype in zip(places, wanted, strict=True):
+        leaves[i] = cast_leaf(leaves[i], dtype)
+    return keras.tree.pack_sequence_as(tree, leaves)
 
 
 def _dtype_name(leaf: Any) -> str | None:

@@ -25,10 +25,10 @@ def default_device() -> str:
 
 def capabilities() -> list[Capability]:
     """List every visible CPU and GPU with every dtype a policy may name. Does not initialise the devices."""
-    found = [capability for dtype, *known in _cpu() for capability in [Capability("CPU:0", dtype, *known)]]
+    found = [capability for dtype, support, why in _cpu() for capability in [Capability("CPU:0", dtype, support, why)]]
     for index, gpu in enumerate(tf.config.list_physical_devices("GPU")):
         details = tf.config.experimental.get_device_details(gpu)
-        found += [Capability(f"GPU:{index}", dtype, *known) for dtype, *known in _gpu(details)]
+        found += [Capability(f"GPU:{index}", dtype, support, why) for dtype, support, why in _gpu(details)]
     return found
 
 

@@ -16,6 +16,7 @@ import tensorflow as tf
 from precision.errors import LossScaleError, PolicyError
 
 _threads = threading.local()
+_plain = tf.autograph.experimental.do_not_convert
 
 
 class StateGuard:
@@ -36,6 +37,7 @@ class StateGuard:
         self._snapshot: list[tuple[Any, Any]] = []
         self._graph: Any = None
 
+    @_plain
     def __enter__(self) -> StateGuard:
         found = statistics(self._state) if isinstance(self._state, keras.layers.Layer) else self._state
         self._snapshot = [(variable, tf.identity(variable)) for variable in found]

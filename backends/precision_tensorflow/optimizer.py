@@ -18,6 +18,7 @@ from precision_tensorflow.guard import active_guards
 from precision_tensorflow.masters import MasterWeights
 from precision_tensorflow.scaler import TensorFlowLossScaler, scale_loss, unscale
 
+_plain = tf.autograph.experimental.do_not_convert
 _CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
@@ -93,6 +94,7 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     # ---- what Keras calls ----------------------------------------------------------------------------------------
 
+    @_plain
     def build(self, var_list: Sequence[Any]) -> None:
         """Create the inner optimizer's variables, and master weights where they are kept."""
         if self.built:
@@ -102,6 +104,7 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.inner_optimizer.build(self._masters.of(variables))
         keras.Optimizer.build(self, variables)
 
+    @_plain
     def scale_loss(self, loss: Any) -> Any:
         """Multiply the loss by the scale, in float32 (or the loss's wider dtype). Compute gradients of the result."""
         if self._config.mode == "none":
@@ -109,6 +112,7 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._loss_was_scaled = True
         return scale_loss(loss, self.dynamic_scale.value)
 
+    @_plain
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Unscale gradients of the scaled loss, then take or skip the step, then move the scale.
 
@@ -149,6 +153,7 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._assign_state(next_state(self._config, state, finite, tf))
         self._check_now_and_then()
 
+    @_plain
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         """:meth:`apply` on pairs of gradient and variable. Returns the inner optimizer's step count."""
         pairs = list(grads_and_vars)

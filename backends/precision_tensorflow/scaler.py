@@ -17,17 +17,23 @@ from precision.loss_scale import LossScale, LossScaler, LossScaleState
 _EXACT_RECIPROCAL = 2.0**126  # above it 1 / scale is subnormal in float32, which TensorFlow's kernels flush to zero
 
 
+# AutoGraph has nothing to convert here; left to it, every trace would take longer.
+_plain = tf.autograph.experimental.do_not_convert
+
+
 def widened(tensor: Any) -> Any:
     """Cast float16, bfloat16 and float8 to float32; leave wider dtypes."""
     return tf.cast(tensor, tf.float32) if tensor.dtype.size < 4 else tensor
 
 
+@_plain
 def scale_loss(loss: Any, scale: Any) -> Any:
     """Multiply a loss of any float dtype by the scale, in float32 or the loss's wider dtype."""
     wide = widened(tf.convert_to_tensor(loss))
     return wide * tf.cast(scale, wide.dtype)
 
 
+@_plain
 def unscale(config: LossScale, grads: Sequence[Any], scale: Any) -> tuple[list[Any], Any]:
     """Undo the scale on gradients and say whether all are finite, looking at each once.
 
@@ -81,10 +87,12 @@ class TensorFlowLossScaler(LossScaler):
         scale, *counters = state
         return LossScaleState(tf.constant(scale, tf.float32), *(tf.constant(c, tf.int32) for c in counters))
 
+    @_plain
     def scale(self, loss: Any, state: LossScaleState) -> Any:
         check_leaf(loss, "tensorflow")
         return loss if self.config.mode == "none" else scale_loss(loss, state.scale)
 
+    @_plain
     def unscale(self, grads: Any, state: LossScaleState) -> tuple[Any, Any]:
         leaves = tf.nest.flatten(grads)
         for leaf in leaves:
@@ -94,3 +102,7 @@ class TensorFlowLossScaler(LossScaler):
         tensors = [tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
         unscaled, finite = unscale(self.config, tensors, state.scale)
         return tf.nest.pack_sequence_as(grads, unscaled), finite
+
+    @_plain
+    def update(self, state: LossScaleState, finite: Any) -> LossScaleState:
+        return super().update(state, finite)

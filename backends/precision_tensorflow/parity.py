@@ -1,0 +1,173 @@
+"""TensorFlow's side of the parity suite: its ops, its casts, its loss-scale trajectories and a training run."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from precision.backend import Backend
+from precision.loss_scale import LossScale
+from precision.parity.adapter import Array, OpResult, ParityAdapter, TrainResult, TrainSpec
+from precision.parity.models import is_statistic
+from precision.policy import PrecisionPolicy
+from precision_tensorflow.bound import TensorFlowPolicy
+from precision_tensorflow.parity_models import Model, conv2d, cross_entropy, layer_norm
+
+
+def _wide(*tensors: Any) -> list[Any]:
+    return [tf.cast(x, tf.float32) if x.dtype.size < 4 else x for x in tensors]
+
+
+def _linear(x: Any, kernel: Any, bias: Any) -> Any:
+    """As a fused kernel does it: accumulated in float32 and rounded once (``Dense`` rounds the product before its bias)."""
+    wide, wide_kernel, wide_bias = _wide(x, kernel, bias)
+    return tf.cast(tf.matmul(wide, wide_kernel) + wide_bias, x.dtype)
+
+
+def _attention(q: Any, k: Any, v: Any) -> Any:
+    """Attention as fused kernels do it: low-precision inputs and output, float32 in between (TensorFlow has no kernel)."""
+    wide_q, wide_k, wide_v = _wide(q, k, v)
+    return tf.cast(tf.matmul(tf.nn.softmax(tf.matmul(wide_q, wide_k, transpose_b=True) * 0.25), wide_v), q.dtype)
+
+
+OPS: dict[str, Callable[..., Any]] = {
+    "matmul": tf.matmul,
+    "linear": _linear,
+    "conv2d": conv2d,
+    "attention": _attention,
+    "layer_norm": layer_norm,
+    "softmax": tf.nn.softmax,
+    "cross_entropy": cross_entropy,
+    "mse": lambda a, b: tf.reduce_mean(tf.math.squared_difference(a, b)),
+    "sum": tf.reduce_sum,
+    "mean": lambda x: tf.reduce_mean(x, axis=-1),
+    "exp": tf.exp,
+    "log": tf.math.log,
+    "add": tf.add,
+    "relu": tf.nn.relu,
+    "transpose": tf.transpose,
+    "cholesky": tf.linalg.cholesky,
+}
+
+
+class TensorFlowParity(ParityAdapter):
+    """The adapter; see :class:`precision.parity.ParityAdapter`."""
+
+    name = "tensorflow"
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def _bind(self, policy: PrecisionPolicy) -> TensorFlowPolicy:
+        bound: Any = self._backend.bind(policy)
+        return bound  # type: ignore[no-any-return]
+
+    def run_op(self, mp: Any, case: str, family: str, inputs: Sequence[Array]) -> OpResult:
+        seen: list[str] = []
+
+        @mp.op(family)
+        def run(*tensors: Any) -> Any:
+            seen.extend(tensor.dtype.name for tensor in tensors)
+            return OPS[case](*tensors)
+
+        result = run(*(tf.constant(array) for array in inputs))
+        return OpResult(tuple(seen), result.dtype.name, tf.cast(result, tf.float64).numpy())
+
+    def round_to(self, values: Array, dtype: str) -> Array:
+        # Two functions, so that no compiler can see that the pair of casts leads back to where it began.
+        low = _caster(dtype)(tf.constant(values, tf.float32))
+        return np.asarray(_caster("float32")(low).numpy())
+
+    def trajectory(
+        self, config: LossScale, finite: Sequence[bool], form: Literal["neutral", "native"]
+    ) -> list[dict[str, float | int]]:
+        mp = self._bind(PrecisionPolicy(loss_scale=config))
+        factors = [tf.constant(1.0 if flag else np.inf, tf.float32) for flag in finite]
+        return (_neutral if form == "neutral" else _native)(mp, factors)
+
+    def train(self, spec: TrainSpec) -> TrainResult:
+        mp = self._bind(spec.policy)
+        start = mp.cast_to_param({name: tf.constant(array) for name, array in spec.weights.items()})
+        weights = {
+            name: tf.Variable(spec.weights[name] if is_statistic(name) else value, trainable=not is_statistic(name))
+            for name, value in start.items()
+        }
+        trained = [weight for name, weight in weights.items() if not is_statistic(name)]
+        statistics = [weight for name, weight in weights.items() if is_statistic(name)]
+        model = Model(spec.model, mp, weights)
+        sgd = keras.optimizers.SGD(spec.learning_rate, momentum=spec.momentum)
+        optimizer = mp.optimizer(sgd, master_weights=True)
+        optimizer.build(trained)
+
+        @tf.function
+        def step(x: Any, labels: Any, poison: Any) -> Any:
+            with mp.guard(statistics):
+                with tf.GradientTape() as tape:
+                    loss = model.loss(x, labels)
+                    scaled = optimizer.scale_loss(loss * poison)
+                optimizer.apply(tape.gradient(scaled, trained), trained)
+            return loss
+
+        @tf.function
+        def predict(x: Any) -> Any:
+            return tf.argmax(model.logits(x, training=False), -1)
+
+        losses, scales, skipped, seconds = [], [], [], []
+        for x, labels, poison in zip(spec.inputs, spec.labels, spec.poison, strict=True):
+            scales.append(float(optimizer.state_dict()["scale"]))
+            batch = tf.constant(x), tf.constant(labels), tf.constant(poison)
+            begin = time.perf_counter()
+            loss = float(step(*batch))
+            seconds.append(time.perf_counter() - begin)
+            losses.append(loss)
+            skipped.append(optimizer.state_dict()["consecutive_skips"] > 0)
+        hits = predict(tf.constant(spec.eval_inputs)).numpy() == spec.eval_labels
+        return TrainResult(
+            losses=losses, scales=scales, skipped=skipped, accuracy=float(np.mean(hits)), state=optimizer.state_dict(),
+            step_seconds=seconds, weights={n: tf.cast(w, tf.float32).numpy() for n, w in weights.items()},
+        )  # fmt: skip
+
+
+def _neutral(mp: TensorFlowPolicy, factors: Sequence[Any]) -> list[dict[str, float | int]]:
+    scaler = mp.loss_scaler
+
+    @tf.function
+    def step(state: Any, factor: Any) -> Any:
+        grads = {"w": scaler.scale(factor, state)}  # the gradient of w * factor
+        _, finite = scaler.unscale(grads, state)
+        return scaler.update(state, finite)
+
+    state, out = scaler.init(), []
+    for factor in factors:
+        state = step(state, factor)
+        out.append(scaler.state_dict(state))
+    return out
+
+
+def _native(mp: TensorFlowPolicy, factors: Sequence[Any]) -> list[dict[str, float | int]]:
+    weight = tf.Variable(0.0)
+    optimizer = mp.optimizer(keras.optimizers.SGD(0.0))
+    optimizer.build([weight])
+
+    @tf.function
+    def step(factor: Any) -> None:
+        with tf.GradientTape() as tape:
+            scaled = optimizer.scale_loss(weight * factor)
+        optimizer.apply([tape.gradient(scaled, weight)], [weight])
+
+    out = []
+    for factor in factors:
+        step(factor)
+        out.append(optimizer.state_dict())
+    return out
+
+
+@functools.cache
+def _caster(dtype: str) -> Any:
+    return tf.function(lambda x: tf.cast(x, dtype))
