@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 _OPS: dict[str, Callable[..., torch.Tensor]] = {
     "matmul": torch.matmul,
     "linear": lambda x, kernel, bias: F.linear(x, kernel.T, bias),
-    "conv2d": lambda x, kernel: F.conv2d(x.permute(0, 3, 1, 2), kernel.permute(3, 2, 0, 1), padding=1).permute(0, 2, 3, 1),
+    "conv2d": lambda x, kernel: F.conv2d(x.permute(0, 3, 1, 2), kernel.permute(3, 2, 0, 1), padding=1).permute(
+        0, 2, 3, 1
+    ),
     "attention": F.scaled_dot_product_attention,
     "layer_norm": lambda x, scale, offset: F.layer_norm(x, x.shape[-1:], scale, offset, 1e-5),
     "softmax": lambda x: F.softmax(x, -1),
@@ -44,6 +46,7 @@ class TorchParity(ParityAdapter):
     """The adapter; runs on the CPU, where all three frameworks meet."""
 
     name = "torch"
+    saturates = frozenset({"float8_e4m3fn"})  # since 2.13: no NaN from overflow, not even from infinity
 
     def __init__(self, backend: TorchBackend, device: str = "cpu") -> None:
         self._backend = backend

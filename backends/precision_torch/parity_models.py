@@ -76,7 +76,7 @@ class Attention(nn.Module):
         super().__init__()
         self._qkv, self._proj = [qkv], [proj]  # in lists: they belong to the block, under the canonical names
         self._causal = torch.ones(tokens, tokens, dtype=torch.bool).tril() if causal else None
-        self._scores = mp.op("matmul")(lambda q, k: (q @ k.transpose(-1, -2)) * 0.25)
+        self._scores = mp.op("matmul")(lambda q, k: (q @ k.transpose(-1, -2).contiguous()) * 0.25)
         self._softmax = mp.op("softmax")(lambda s: s.softmax(-1))
         self._mix = mp.op("matmul")(lambda p, v: p @ v)
 

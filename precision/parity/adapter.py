@@ -98,10 +98,13 @@ class ParityAdapter(abc.ABC):
         name: the backend's name.
         flushes_subnormals: dtypes whose subnormals the framework's cast flushes to zero on this machine (stated, not
             hidden: T2 then expects exactly that).
+        saturates: dtypes whose overflow the framework's cast turns into the largest finite value, where ``ml_dtypes`` gives
+            infinity or NaN (stated alike).
     """
 
     name: str
     flushes_subnormals: frozenset[str] = frozenset()
+    saturates: frozenset[str] = frozenset()
 
     @abc.abstractmethod
     def run_op(self, mp: Any, case: str, family: str, inputs: Sequence[Array]) -> OpResult:

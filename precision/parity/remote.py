@@ -47,7 +47,7 @@ class RemoteAdapter(ParityAdapter):
         self._process.start()
         child.close()
         self.name = backend
-        self.flushes_subnormals = self._receive()
+        self.flushes_subnormals, self.saturates = self._receive()
 
     def __enter__(self) -> RemoteAdapter:
         return self
@@ -113,7 +113,7 @@ def _serve(pipe: Connection, name: str) -> None:
 
         backend = get_backend(name)
         adapter: ParityAdapter = backend.parity()
-        pipe.send((True, adapter.flushes_subnormals))
+        pipe.send((True, (adapter.flushes_subnormals, adapter.saturates)))
     except Exception:  # noqa: BLE001 - handed to the parent, which raises it
         pipe.send((False, traceback.format_exc()))
         return

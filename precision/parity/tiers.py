@@ -127,7 +127,7 @@ def rounding_probes(dtype: str, count: int = 4096, seed: int = 0) -> Array:
 
 
 def tier_rounding(adapter: ParityAdapter, dtypes: Sequence[str], values: Array | None = None) -> TierResult:
-    """T2: casts round as ``ml_dtypes`` does, bit for bit; subnormals the backend states it flushes count as zero."""
+    """T2: casts round as ``ml_dtypes`` does, bit for bit, but for what the backend states: subnormals flushed, overflow saturated."""
     checked, failures = 0, []
     for dtype in dtypes:
         probes = rounding_probes(dtype) if values is None else values
@@ -135,6 +135,9 @@ def tier_rounding(adapter: ParityAdapter, dtypes: Sequence[str], values: Array |
         want = fmt.round(probes)
         if dtype in adapter.flushes_subnormals:
             want = np.where(np.abs(want) < fmt.smallest_normal, np.copysign(np.float32(0), want), want)
+        if dtype in adapter.saturates:
+            over = ~np.isfinite(want) & ~np.isnan(probes)
+            want = np.where(over, np.copysign(np.float32(fmt.max), probes), want)
         got = adapter.round_to(probes, dtype)
         same = (want.view(np.uint32) == got.view(np.uint32)) | (np.isnan(want) & np.isnan(got))
         checked += probes.size
