@@ -16,6 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_REQUIRE_VIRTUALENV = 1
 export PIP_CACHE_DIR ?= $(CURDIR)/$(VENV)/.cache/pip
 export KERAS_HOME = $(CURDIR)/$(VENV)/.keras
+export NO_MKDOCS_2_WARNING = 1
 export KERAS_BACKEND = tensorflow
 export TF_CPP_MIN_LOG_LEVEL = 2
 export JAX_PLATFORMS ?= cpu
