@@ -39,7 +39,7 @@ def test_a_gradient_that_overflows_when_unscaled_is_not_stepped_on():
     ):
         w = weight(1.0)
         optimizer = torch.optim.SGD([w], lr=0.5)
-        (scaler.scale(w.sum()) * 2.0**24 * 1e36).backward()
+        scaler.scale(w.sum() * 2.0**24 * 1e36).backward()
         scaler.step(optimizer)
         results[name] = w.item()
     assert results == {"ours": 1.0, "theirs": -math.inf}
@@ -53,7 +53,7 @@ def test_the_result_is_looked_at_once_the_scale_has_fallen_below_one(fused):
         step(scaler, optimizer, w, ok=False)
     assert scaler.get_scale() == 2.0**-19
     optimizer.zero_grad()
-    (scaler.scale(w.sum()) * 2.0**19 * 1e34).backward()
+    scaler.scale(w.sum() * 2.0**19 * 1e34).backward()
     assert torch.isfinite(w.grad).all()
     assert scaler.step(optimizer).skipped and w.item() == 1.0
 
