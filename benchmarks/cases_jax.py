@@ -176,7 +176,9 @@ def cases() -> Iterator[Case]:
         x = jnp.asarray(rng.standard_normal((BATCH, *sample)), jnp.float32)
 
         def start() -> tuple[Any, Any]:
-            return _weights(shapes), jax.tree.map(lambda s: jnp.ones(s), stat_shapes, is_leaf=lambda n: isinstance(n, tuple))
+            return _weights(shapes), jax.tree.map(
+                lambda s: jnp.ones(s), stat_shapes, is_leaf=lambda n: isinstance(n, tuple)
+            )
 
         tx = optax.adam(1e-3)
         opt = mp.optimizer(tx)

@@ -202,7 +202,12 @@ class JaxPolicy(BoundPolicy):
 
     # ---- optimizer ----------------------------------------------------------------------------------------------
 
-    def optimizer(self, optimizer: Any, *, master_weights: bool | None = None) -> optax.GradientTransformationExtraArgs:
+    def optimizer(  # type: ignore[override]
+        self,
+        optimizer: Any,
+        *,
+        master_weights: bool | None = None,
+    ) -> optax.GradientTransformationExtraArgs:
         """Wrap an optax transformation so that it skips non-finite steps and moves the loss scale.
 
         A skipped step leaves the inner state as it was (step counts too) and gives updates of zero. Its state is an

@@ -1,6 +1,8 @@
 """An optax optimizer that skips non-finite steps and moves the loss scale: a wrapper around any optax transformation.
 
-Everything is selected on the device: no branch, no host read, one trace for the whole run.
+Everything is selected on the device: no branch, no host read, one trace for the whole run. (A ``lax.cond`` around the
+inner update is up to a third faster with Adam on CPUs, but GPUs read its predicate back, and where the flag differs between
+replicas a collective inside it would hang; a select does neither.)
 """
 
 from __future__ import annotations
@@ -117,8 +119,10 @@ def _widen(leaf: Any) -> Any:
 
 
 def _strong(leaf: Any) -> Any:
-    """The same array without weak type, so that the state's type never changes between steps."""
-    return jax.lax.convert_element_type(leaf, leaf.dtype) if isinstance(leaf, jax.Array) and leaf.weak_type else leaf
+    """The same value without weak type (Python numbers too), so that the state's type never changes between steps."""
+    if isinstance(leaf, (int, float, complex)) or getattr(leaf, "weak_type", False):
+        return jnp.asarray(leaf, jnp.result_type(leaf))
+    return leaf
 
 
 def _unless_skipped(ok: jax.Array, step: Any) -> Any:

@@ -22,6 +22,31 @@ from precision_jax.parity import conv2d, cross_entropy, layer_norm
 Weights = dict[str, Any]
 
 
+def hold(x: Any) -> Any:
+    """Round where the program says so, in the gradient too.
+
+    XLA fuses casts into the ops around them and then keeps float32: more exact, but not the other frameworks' numbers.
+    (XLA:CPU's library fusions do so whatever ``xla_allow_excess_precision`` says.) ``reduce_precision`` is an op of its
+    own, which no fusion drops. In float16 it would flush subnormals to zero; there a barrier holds.
+    """
+    return lax.reduce_precision(x, 8, 7) if x.dtype == jnp.bfloat16 else lax.optimization_barrier(x)
+
+
+def rounded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An op that rounds its inputs and its result; see :func:`hold`."""
+    return lambda *args: hold(function(*map(hold, args)))
+
+
+def rounded_dense(x: Any, kernel: Any, bias: Any) -> Any:
+    """``x @ kernel + bias`` with both results rounded, and the bias's gradient summed in float32.
+
+    Left to itself XLA sums the gradient of a low-precision bias in that low precision.
+    """
+    product = rounded(jnp.matmul)(x, kernel)
+    total = product.astype(jnp.float32) + bias.astype(jnp.float32)
+    return hold(total.astype(product.dtype))
+
+
 class Model:
     """One of the parity models: its layers, each marked with its op family or kept in the dtype of a rule.
 
@@ -46,13 +71,10 @@ class Model:
         return self.mp.island(rule.dtype) if rule else self.mp.op(family)
 
     def dense(self, x: Any, name: str) -> Any:
-        def rounded_before_bias(x: Any, kernel: Any, bias: Any) -> Any:
-            return x @ kernel + bias
-
-        return self.op("matmul", name)(rounded_before_bias)(x, self.w[f"{name}.kernel"], self.w[f"{name}.bias"])
+        return self.op("matmul", name)(rounded_dense)(x, self.w[f"{name}.kernel"], self.w[f"{name}.bias"])
 
     def conv(self, x: Any, name: str) -> Any:
-        return self.op("conv", name)(conv2d)(x, self.w[f"{name}.kernel"])
+        return self.op("conv", name)(rounded(conv2d))(x, self.w[f"{name}.kernel"])
 
     def norm(self, x: Any, name: str) -> Any:
         function = functools.partial(self.batch_norm, name=name) if self.kind in BATCH_NORM else layer_norm
@@ -100,7 +122,7 @@ class Model:
 
     def attention(self, x: Any, block: str, causal: bool) -> Any:
         batch, tokens, width = x.shape
-        matmul = self.mp.op("matmul")(jnp.matmul)
+        matmul = self.mp.op("matmul")(rounded(jnp.matmul))
         parts = jnp.split(self.dense(x, f"{block}.qkv"), 3, axis=-1)
         q, k, v = (p.reshape(batch, tokens, HEADS, width // HEADS).transpose(0, 2, 1, 3) for p in parts)
         scores = matmul(q, k.transpose(0, 1, 3, 2)) * 0.25
@@ -114,7 +136,7 @@ class Model:
 @functools.lru_cache(maxsize=32)
 def _compiled(kind: str, policy: PrecisionPolicy, learning_rate: float, momentum: float) -> tuple[Any, Any, Any]:
     """The optimizer, the compiled training step and the compiled prediction of a model under a policy."""
-    mp = bind(policy, backend="jax")
+    mp: Any = bind(policy, backend="jax")
     opt = mp.optimizer(optax.sgd(learning_rate, momentum=momentum))
 
     def loss_fn(params: Weights, stats: Weights, x: Any, y: Any, poison: Any) -> Any:
