@@ -17,12 +17,11 @@ from keras.src.backend import AutocastScope
 from precision.backend import check_leaf
 from precision.ops import canonical_family, decide
 from precision.policy import PrecisionPolicy, Rule
+from precision_tensorflow.graphs import plain
 from precision_tensorflow.paths import rule_at
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# AutoGraph is kept out of the casts (nothing there to convert) but not out of the functions they wrap.
-_plain = tf.autograph.experimental.do_not_convert
 _LOW_OR_SINGLE = {"float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
 
 
@@ -45,7 +44,7 @@ def cast_leaf(leaf: Any, dtype: str) -> Any:
     return tf.cast(leaf, dtype)
 
 
-@_plain
+@plain
 def cast_tree(tree: Any, dtype: str, policy: PrecisionPolicy | None = None) -> Any:
     """Cast a tree's floating leaves; with a policy, the first module rule that covers a leaf's path gives its dtype.
 
@@ -99,7 +98,7 @@ def op(policy: PrecisionPolicy, family: str) -> Callable[[Function], Function]:
     return mark
 
 
-@_plain
+@plain
 def _cast_as_decided(policy: PrecisionPolicy, family: str, tree: Any) -> Any:
     leaves = [_checked(leaf) for leaf in keras.tree.flatten(tree)]
     places = [i for i, leaf in enumerate(leaves) if _dtype_name(leaf) is not None]

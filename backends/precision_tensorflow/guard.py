@@ -14,9 +14,9 @@ import keras
 import tensorflow as tf
 
 from precision.errors import LossScaleError, PolicyError
+from precision_tensorflow.graphs import plain
 
 _threads = threading.local()
-_plain = tf.autograph.experimental.do_not_convert
 
 
 class StateGuard:
@@ -37,7 +37,7 @@ class StateGuard:
         self._snapshot: list[tuple[Any, Any]] = []
         self._graph: Any = None
 
-    @_plain
+    @plain
     def __enter__(self) -> StateGuard:
         found = statistics(self._state) if isinstance(self._state, keras.layers.Layer) else self._state
         self._snapshot = [(variable, tf.identity(variable)) for variable in found]

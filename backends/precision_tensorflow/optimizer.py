@@ -6,7 +6,7 @@ It wraps any Keras optimizer. Everything it remembers is an optimizer variable, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,11 +14,11 @@ import tensorflow as tf
 
 from precision.errors import LossScaleError, PolicyError, UnsupportedError
 from precision.loss_scale import LossScale, LossScaleState, next_state, state_from_dict, state_to_dict
+from precision_tensorflow.graphs import plain
 from precision_tensorflow.guard import active_guards
 from precision_tensorflow.masters import MasterWeights
 from precision_tensorflow.scaler import TensorFlowLossScaler, scale_loss, unscale
 
-_plain = tf.autograph.experimental.do_not_convert
 _CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
@@ -94,7 +94,7 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     # ---- what Keras calls ----------------------------------------------------------------------------------------
 
-    @_plain
+    @plain
     def build(self, var_list: Sequence[Any]) -> None:
         """Create the inner optimizer's variables, and master weights where they are kept."""
         if self.built:
@@ -104,7 +104,7 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.inner_optimizer.build(self._masters.of(variables))
         keras.Optimizer.build(self, variables)
 
-    @_plain
+    @plain
     def scale_loss(self, loss: Any) -> Any:
         """Multiply the loss by the scale, in float32 (or the loss's wider dtype). Compute gradients of the result."""
         if self._config.mode == "none":
@@ -112,7 +112,7 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._loss_was_scaled = True
         return scale_loss(loss, self.dynamic_scale.value)
 
-    @_plain
+    @plain
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Unscale gradients of the scaled loss, then take or skip the step, then move the scale.
 
@@ -149,11 +149,11 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             for guard in guards:
                 guard.restore()
 
-        tf.cond(finite, lambda: self._take(ready, variables), skip)
+        _branch(finite, self._take, (ready, variables), skip)
         self._assign_state(next_state(self._config, state, finite, tf))
         self._check_now_and_then()
 
-    @_plain
+    @plain
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         """:meth:`apply` on pairs of gradient and variable. Returns the inner optimizer's step count."""
         pairs = list(grads_and_vars)
@@ -286,6 +286,21 @@ def native_state(optimizer: keras.optimizers.LossScaleOptimizer) -> dict[str, fl
         "dynamic_scale": float(optimizer.dynamic_scale.numpy()),
         "step_counter": int(optimizer.step_counter.numpy()),
     }
+
+
+def _branch(finite: Any, take: Callable[..., None], args: tuple[Any, ...], skip: Callable[[], None]) -> None:
+    """Take or skip. A strategy that merges replicas to update its variables cannot do so inside a branch: there the
+    branch itself is entered across replicas, as Keras's own optimizer does."""
+    context = tf.distribute.get_replica_context()
+    if context is None or tf.__internal__.distribute.strategy_supports_no_merge_call():
+        tf.cond(finite, lambda: take(*args), skip)
+        return
+
+    def across(strategy: Any, flags: Any, merged: tuple[Any, ...]) -> None:
+        agreed = strategy.experimental_local_results(flags)[0]  # one replica, see _refuse_replicas
+        tf.cond(agreed, lambda: strategy.extended.call_for_each_replica(take, args=merged), skip)
+
+    context.merge_call(across, args=(finite, args))
 
 
 def _refuse_replicas() -> None:

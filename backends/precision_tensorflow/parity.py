@@ -105,7 +105,7 @@ class TensorFlowParity(ParityAdapter):
         optimizer = mp.optimizer(sgd, master_weights=True)
         optimizer.build(trained)
 
-        @tf.function
+        @tf.function(jit_compile=True)
         def step(x: Any, labels: Any, poison: Any) -> Any:
             with mp.guard(statistics):
                 with tf.GradientTape() as tape:

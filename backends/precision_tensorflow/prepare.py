@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
 import keras
 
-from precision.errors import PolicyError, PrecisionWarning, UnsupportedError
+from precision.errors import PolicyError, PrecisionWarning
 from precision.policy import PrecisionPolicy
+from precision_tensorflow.casts import cast_tree
 from precision_tensorflow.guard import guard_steps
 from precision_tensorflow.paths import unmatched
+from precision_tensorflow.scope import PolicyScope
 
 
 def output_layer(policy: PrecisionPolicy, name: str | None = None) -> keras.layers.Layer:
@@ -21,24 +24,26 @@ def output_layer(policy: PrecisionPolicy, name: str | None = None) -> keras.laye
 def prepare(policy: PrecisionPolicy, model: keras.Model, *, guard: bool = True) -> keras.Model:
     """Check a model against the policy and mend what Keras leaves open.
 
-    * A Sequential or functional model whose outputs are in another dtype gets a casting layer after each; the weights
-      are shared, and the model that is returned is the one to compile. A subclassed model cannot be extended from
-      outside: end its ``call`` with ``mp.cast_to_output(...)``.
-    * With ``guard`` and a loss scale that can skip steps, training steps put BatchNorm statistics and other
-      non-trainable state back when they are skipped. A model loaded from a file is prepared again.
-    * Module rules that match no layer are warned of.
+    * **Outputs.** A Sequential or functional model with outputs in another dtype is continued by a casting layer on
+      each such output, named after it and the dtype (``head_float32``); layers and weights are shared, and it is the
+      returned model that is to be compiled. A model class of its own gets its ``call`` wrapped in place.
+    * **Statistics.** With a loss scale that can skip steps, every training step (``fit``, ``train_on_batch``) puts
+      BatchNorm statistics and other non-trainable state back when it is skipped.
+    * **Warnings.** A module rule that covers no layer, and a model without any layer in the compute dtype (one made
+      outside ``mp.scope()``), are warned of.
+
+    Wrapped calls and steps belong to the object, not to its file: prepare a loaded model again.
 
     Args:
         policy: the policy.
-        model: a built Keras model.
-        guard: whether skipped steps restore non-trainable state.
+        model: a built Keras model, not compiled yet if outputs are to be added.
+        guard: whether skipped steps put non-trainable state back.
 
     Returns:
         The model itself, or one that shares its layers.
 
     Raises:
-        PolicyError: not a Keras model, or not built yet.
-        UnsupportedError: the model's outputs are known to be in another dtype and cannot be extended.
+        PolicyError: not a Keras model, not built yet, or compiled too early.
     """
     if not isinstance(model, keras.Model):
         raise PolicyError(f"mp.prepare takes a keras.Model, not {type(model).__name__}.")
@@ -46,8 +51,9 @@ def prepare(policy: PrecisionPolicy, model: keras.Model, *, guard: bool = True) 
         raise PolicyError(
             "mp.prepare needs a built model: call it on a batch first, or start it with keras.Input, or call build()."
         )
-    _warn_unmatched(policy, model)
-    prepared = _with_outputs(policy, model)
+    _warn(policy, model)
+    with PolicyScope(model.dtype_policy):  # a model made here keeps the policy of the one it is made from
+        prepared = _with_outputs(policy, model)
     if guard and policy.loss_scale.mode != "none":
         guard_steps(prepared)
     return prepared
@@ -55,50 +61,63 @@ def prepare(policy: PrecisionPolicy, model: keras.Model, *, guard: bool = True) 
 
 def _with_outputs(policy: PrecisionPolicy, model: keras.Model) -> keras.Model:
     outputs = getattr(model, "outputs", None)
-    if not outputs:
+    if outputs and all(_as_wished(tensor, policy) for tensor in outputs):
         return model
-    if all(_as_wished(tensor, policy) for tensor in outputs):
-        return model
+    if not outputs or type(model) not in (keras.Sequential, _functional_class()):
+        return _with_cast_call(policy, model)
     if model.compiled:
         raise PolicyError(
-            "mp.prepare adds layers to this model, which is compiled already: prepare first, then compile."
+            "mp.prepare adds output layers to this model, which is compiled already: prepare, then compile."
         )
+
+    def cast(tensor: Any, name: str) -> Any:
+        return tensor if _as_wished(tensor, policy) else output_layer(policy, f"{name}_{policy.output_dtype}")(tensor)
+
     if isinstance(model, keras.Sequential):
-        layers = list(model.layers)
-        return keras.Sequential([keras.Input(batch_shape=model.input_shape, dtype=model.inputs[0].dtype), *layers,
-                                 output_layer(policy, "output_cast")], name=model.name)  # fmt: skip
-    if type(model) is not _functional_type():
-        raise UnsupportedError(
-            f"{type(model).__name__} is a model class of its own, whose outputs leave in "
-            f"{', '.join(sorted({t.dtype for t in outputs}))}; mp.prepare would lose the class. End it with "
-            "mp.output_layer() instead."
-        )
-    cast = [
-        tensor
-        if _as_wished(tensor, policy)
-        else output_layer(policy, f"output_cast_{i}" if i else "output_cast")(tensor)
-        for i, tensor in enumerate(outputs)
-    ]
-    return keras.Model(model.inputs, keras.tree.pack_sequence_as(model.output, cast), name=model.name)
+        layers = [*model.layers, output_layer(policy, f"{model.layers[-1].name}_{policy.output_dtype}")]
+        return keras.Sequential([keras.Input(tensor=model.inputs[0]), *layers], name=model.name)
+    named = [cast(tensor, name) for tensor, name in zip(outputs, model.output_names, strict=True)]
+    return keras.Model(model.input, keras.tree.pack_sequence_as(model.output, named), name=model.name)
 
 
-def _functional_type() -> type[Any]:
-    x = keras.KerasTensor((None, 1))
-    return type(keras.Model(x, keras.layers.Identity()(x)))
+def _with_cast_call(policy: PrecisionPolicy, model: keras.Model) -> keras.Model:
+    inner = model.call
+    if getattr(inner, "_precision_output", None) == policy.output_dtype:
+        return model
+
+    @functools.wraps(inner)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return cast_tree(inner(*args, **kwargs), policy.output_dtype)
+
+    call._precision_output = policy.output_dtype  # type: ignore[attr-defined]
+    model.call = call
+    model.train_function = model.test_function = model.predict_function = None  # made with the call as it was
+    return model
+
+
+def _functional_class() -> type[Any]:
+    x = keras.Input((1,))
+    return type(keras.Model(x, x))
 
 
 def _as_wished(tensor: Any, policy: PrecisionPolicy) -> bool:
-    return (
-        tensor.dtype == policy.output_dtype
-        or not keras.backend.is_float_dtype(tensor.dtype)
-        or tensor.dtype == "float64"
-    )
+    dtype = tensor.dtype
+    return dtype in (policy.output_dtype, "float64") or not keras.backend.is_float_dtype(dtype)
 
 
-def _warn_unmatched(policy: PrecisionPolicy, model: keras.Model) -> None:
-    paths = [layer.path for layer in model._flatten_layers(include_self=False) if layer.path]
+def _warn(policy: PrecisionPolicy, model: keras.Model) -> None:
+    layers = [layer for layer in model._flatten_layers(include_self=False) if layer.path]
+    paths = [layer.path for layer in layers]
     for rule in unmatched(policy, paths):
         shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
         warnings.warn(
             f"rule {rule.module!r} matched nothing in the model's layers: {shown}", PrecisionWarning, stacklevel=4
+        )
+    computing = {layer.compute_dtype for layer in layers if layer.weights}
+    if computing and policy.compute_dtype not in computing and not policy.module_rules:
+        warnings.warn(
+            f"no layer of the model computes in {policy.compute_dtype}, only in {', '.join(sorted(computing))}: create "
+            "its layers inside `with mp.scope():`, or with dtype=mp.keras_policy().",
+            PrecisionWarning,
+            stacklevel=4,
         )

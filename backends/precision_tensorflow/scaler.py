@@ -13,12 +13,9 @@ import tensorflow as tf
 
 from precision.backend import check_leaf
 from precision.loss_scale import LossScale, LossScaler, LossScaleState
+from precision_tensorflow.graphs import plain
 
 _EXACT_RECIPROCAL = 2.0**126  # above it 1 / scale is subnormal in float32, which TensorFlow's kernels flush to zero
-
-
-# AutoGraph has nothing to convert here; left to it, every trace would take longer.
-_plain = tf.autograph.experimental.do_not_convert
 
 
 def widened(tensor: Any) -> Any:
@@ -26,14 +23,14 @@ def widened(tensor: Any) -> Any:
     return tf.cast(tensor, tf.float32) if tensor.dtype.size < 4 else tensor
 
 
-@_plain
+@plain
 def scale_loss(loss: Any, scale: Any) -> Any:
     """Multiply a loss of any float dtype by the scale, in float32 or the loss's wider dtype."""
     wide = widened(tf.convert_to_tensor(loss))
     return wide * tf.cast(scale, wide.dtype)
 
 
-@_plain
+@plain
 def unscale(config: LossScale, grads: Sequence[Any], scale: Any) -> tuple[list[Any], Any]:
     """Undo the scale on gradients and say whether all are finite, looking at each once.
 
@@ -87,12 +84,12 @@ class TensorFlowLossScaler(LossScaler):
         scale, *counters = state
         return LossScaleState(tf.constant(scale, tf.float32), *(tf.constant(c, tf.int32) for c in counters))
 
-    @_plain
+    @plain
     def scale(self, loss: Any, state: LossScaleState) -> Any:
         check_leaf(loss, "tensorflow")
         return loss if self.config.mode == "none" else scale_loss(loss, state.scale)
 
-    @_plain
+    @plain
     def unscale(self, grads: Any, state: LossScaleState) -> tuple[Any, Any]:
         leaves = tf.nest.flatten(grads)
         for leaf in leaves:
@@ -103,6 +100,6 @@ class TensorFlowLossScaler(LossScaler):
         unscaled, finite = unscale(self.config, tensors, state.scale)
         return tf.nest.pack_sequence_as(grads, unscaled), finite
 
-    @_plain
+    @plain
     def update(self, state: LossScaleState, finite: Any) -> LossScaleState:
         return super().update(state, finite)

@@ -1,0 +1,1 @@
+"""Tests of the TensorFlow/Keras backend, on the real framework."""
