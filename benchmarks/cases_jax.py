@@ -77,6 +77,11 @@ def _weights(shapes: Any) -> Any:
     return jax.tree.map(draw, shapes, is_leaf=lambda node: isinstance(node, tuple))
 
 
+def _start(shapes: Any, stat_shapes: Any) -> tuple[Any, Any]:
+    ones = jax.tree.map(lambda shape: jnp.ones(shape), stat_shapes, is_leaf=lambda node: isinstance(node, tuple))
+    return _weights(shapes), ones
+
+
 def _dense(fan_in: int, fan_out: int) -> Any:
     return {"kernel": (fan_in, fan_out), "bias": (fan_out,)}
 
@@ -175,17 +180,12 @@ def cases() -> Iterator[Case]:
     for name, model, shapes, stat_shapes, sample in _models():
         x = jnp.asarray(rng.standard_normal((BATCH, *sample)), jnp.float32)
 
-        def start() -> tuple[Any, Any]:
-            return _weights(shapes), jax.tree.map(
-                lambda s: jnp.ones(s), stat_shapes, is_leaf=lambda n: isinstance(n, tuple)
-            )
-
         tx = optax.adam(1e-3)
         opt = mp.optimizer(tx)
-        params, stats = start()
+        params, stats = _start(shapes, stat_shapes)
         scale = jnp.asarray(POLICY.loss_scale.initial, jnp.float32)
         native = (params, stats, tx.init(params), scale, jnp.asarray(0, jnp.int32))
-        params, stats = start()
+        params, stats = _start(shapes, stat_shapes)
         ours = (params, stats, opt.init(params))
         yield Case(
             name,

@@ -84,9 +84,9 @@ class _Kept:
         found: set[int | str] = set()
         for name in self._keep:
             if isinstance(name, int):
-                index = name % positional if positional else name
+                index = name if name >= 0 else name + (len(self._parameters) or positional)
                 found.add(index)
-                if index < len(self._parameters):
+                if 0 <= index < len(self._parameters):
                     found.add(self._parameters[index])
             else:
                 found.add(name)

@@ -234,9 +234,9 @@ class TestTheWarningOfAFloat32Computation:
     """The silent way to lose mixed precision in JAX: float32 data times bfloat16 parameters is float32."""
 
     def test_it_is_given_where_nothing_casts_the_data(self):
+        grad = bind(BF16).value_and_grad(self.loss_fn)
         with pytest.warns(PrecisionWarning, match=r"loss_fn takes float32\[4,3\], which nothing casts to bfloat16"):
-            loss_fn = self.loss_fn
-            bind(BF16).value_and_grad(loss_fn)({"w": jnp.ones((3, 2))}, jnp.ones((4, 3)))
+            grad({"w": jnp.ones((3, 2))}, jnp.ones((4, 3)))
 
     @staticmethod
     def loss_fn(params, x):

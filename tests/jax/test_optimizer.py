@@ -221,12 +221,15 @@ class TestAccumulation:
 
 
 class TestLowPrecisionParameters:
-    PARAMS = {"dense": {"kernel": jnp.ones((2, 2), jnp.float16)}, "norm": {"scale": jnp.ones(2)}, "n": jnp.arange(2)}
-
     def test_without_masters_they_are_an_error_that_names_them(self):
         opt = bind().optimizer(optax.sgd(0.1))
+        params = {
+            "dense": {"kernel": jnp.ones((2, 2), jnp.float16)},
+            "norm": {"scale": jnp.ones(2)},
+            "n": jnp.arange(2),
+        }
         with pytest.raises(MasterWeightsError, match=r"dense.kernel \(float16\)\. .*master_weights=True"):
-            opt.init(self.PARAMS)
+            opt.init(params)
         many = {f"l{i}": jnp.ones(1, jnp.bfloat16) for i in range(8)}
         with pytest.raises(MasterWeightsError, match=r"l4 \(bfloat16\) and 3 more"):
             opt.init(many)
