@@ -1,6 +1,10 @@
 """A policy as Keras's own ``DTypePolicy``, or ``DTypePolicyMap`` where it has module rules.
 
 Only Keras's classes are used, so a model saved with them loads anywhere Keras does.
+
+No rule is added for norm layers: Keras's own take their statistics and normalise in float32 under any policy, with
+parameters in ``param_dtype``, and hand their result on in the compute dtype. The rule ``**norm*`` (which matches the names
+Keras gives them) makes all of it float32. Keras's losses compute in float32 whatever comes in.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         loss_scale: a :class:`~precision.LossScale`, or the mapping it is saved as.
         name: of the optimizer.
         clipnorm, global_clipnorm, clipvalue: clip the unscaled gradients before the inner optimizer sees them (what is
-            set on the inner optimizer clips unscaled gradients as well). At most one.
+            set on the inner optimizer clips unscaled gradients as well). At most one. With a global norm, here or
+            inside, a norm beyond float32's range counts as an overflow.
         master_weights: with float16 or bfloat16 trainable variables, True keeps float32 copies that are updated and
             then rounded into the variables; False trains without; None refuses such variables.
 
@@ -61,6 +62,11 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         master_weights: bool | None = None,
         **kwargs: Any,
     ) -> None:
+        if kwargs:
+            known = "clipnorm, global_clipnorm, clipvalue, master_weights, name"
+            raise PolicyError(
+                f"{next(iter(kwargs))} is not a setting of the wrapper ({known}): set it on the optimizer inside."
+            )
         config = loss_scale if isinstance(loss_scale, LossScale) else LossScale(**loss_scale)
         if not isinstance(inner_optimizer, keras.optimizers.Optimizer):
             raise PolicyError(
@@ -75,7 +81,7 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             )
         if sum(value is not None for value in (clipnorm, global_clipnorm, clipvalue)) > 1:
             raise PolicyError("at most one of clipnorm, global_clipnorm and clipvalue can be set.")
-        super().__init__(inner_optimizer, config.initial_scale, config.growth_interval, name=name, **kwargs)
+        super().__init__(inner_optimizer, config.initial_scale, config.growth_interval, name=name)
         self.clipnorm, self.global_clipnorm, self.clipvalue = clipnorm, global_clipnorm, clipvalue
         self.master_weights = master_weights
         self._config = config
@@ -143,6 +149,10 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             None if self._overwrite_variable_with_gradient(v) else g for g, v in zip(grads, variables, strict=True)
         ]
         unscaled, finite = unscale(self._config, checked, state.scale)
+        if self.global_clipnorm or self.inner_optimizer.global_clipnorm:
+            finite = finite & tf.math.is_finite(
+                tf.linalg.global_norm(unscaled)
+            )  # else Keras's clipping makes NaN of it
         ready = [g if new is None else new for g, new in zip(grads, unscaled, strict=True)]
 
         def skip() -> None:
@@ -224,6 +234,8 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             saved = saved.state_dict()
         elif isinstance(saved, keras.optimizers.LossScaleOptimizer):
             saved = native_state(saved)
+        elif isinstance(saved, Mapping):
+            saved = {key: value.numpy() if hasattr(value, "numpy") else value for key, value in saved.items()}
         self._assign_state(state_from_dict(self._config, saved))
 
     def check(self) -> None:

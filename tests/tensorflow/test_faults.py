@@ -74,6 +74,17 @@ def test_clipping_set_on_the_wrapper_has_an_effect():
         assert _drive(optimizer, [8.0])[1] == want
 
 
+def test_a_global_norm_beyond_float32_is_an_overflow_and_no_nan():
+    """Gradients of 1e25 are finite and the sum of their squares is not: Keras's clipping then writes NaN."""
+    huge = [np.float32(1e25), 1.0]
+    native = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5, global_clipnorm=1.0), initial_scale=8.0)
+    assert np.isnan(_drive(native, huge)[1])
+    inside = bind(initial=8.0).optimizer(keras.optimizers.SGD(0.5, global_clipnorm=1.0))
+    outside = bind(initial=8.0).optimizer(keras.optimizers.SGD(0.5), global_clipnorm=1.0)
+    for optimizer in (inside, outside):
+        assert _drive(optimizer, huge) == (4.0, 0.5)
+
+
 def test_a_restored_counter_above_the_interval_still_grows():
     """Keras tests the counter for equality, so one restored from a run with a longer interval never grows again."""
     native = _native(8.0, interval=4)

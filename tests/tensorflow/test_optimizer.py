@@ -294,6 +294,7 @@ def test_gradients_and_variables_must_match():
         (lambda mp: PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), LossScale()), "pass the optimizer it wraps"),
         (lambda mp: PrecisionLossScaleOptimizer("sgd", LossScale()), "must be a keras.optimizers.Optimizer, not str"),
         (lambda mp: PrecisionLossScaleOptimizer(keras.optimizers.SGD(), {"mode": "dynamic", "growth_factor": True}), "growth_factor"),
+        (lambda mp: mp.optimizer("sgd", gradient_accumulation_steps=2), "gradient_accumulation_steps is not a setting of the wrapper .*on the optimizer inside"),
         (lambda mp: mp.callback(every=0), "at least 1, not 0"),
     ],
 )  # fmt: skip
