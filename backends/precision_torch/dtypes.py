@@ -38,4 +38,6 @@ def castable(tensor: torch.Tensor) -> bool:
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Cast a floating tensor (not float64) to a dtype; any other tensor is returned as it is."""
-    return tensor.to(dtype) if castable(tensor) else tensor
+    if tensor.dtype is dtype or not castable(tensor):
+        return tensor
+    return tensor.to(dtype)

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
@@ -17,7 +18,7 @@ from precision.errors import LossScaleError, MasterWeightsError, StateError
 from precision.loss_scale import LossScale, LossScaleState, next_state, state_to_dict
 from precision_torch.attachments import attachments
 from precision_torch.dtypes import LOW
-from precision_torch.loss_scaler import TorchLossScaler, scale_tensor
+from precision_torch.loss_scaler import HostOps, TorchLossScaler, scale_tensor
 from precision_torch.skipped_state import SkippedState
 from precision_torch.step_result import StepResult
 from precision_torch.tree import map_tensors
@@ -69,6 +70,8 @@ class PrecisionGradScaler(torch.amp.GradScaler):
     def _set_state(self, state: LossScaleState, scale: float) -> None:
         self._state = state
         self._scale, self._growth_tracker = state.scale, state.good_steps  # where the base class looks
+        on_cpu = self._scaler.device.type == "cpu"
+        self._views = LossScaleState(*(field.numpy() for field in state)) if on_cpu else None
         self._scale_floor = scale  # a bound from below on the scale, known without reading the device
 
     def state_dict(self) -> dict[str, float | int]:
@@ -246,18 +249,31 @@ class PrecisionGradScaler(torch.amp.GradScaler):
             if not flags:
                 raise LossScaleError("update() before any step(optimizer) or unscale_(optimizer) in this iteration.")
             found = combine(flags, self._state.scale.device)
-            finite = found == 0
-            with torch.no_grad():
-                new = next_state(self.config, self._state, finite, self._scaler.xp)
-                torch._foreach_copy_(list(self._state), list(new))
+            self._advance(found)
             known = [state.get("skipped") for state in states]
             host = None if None in known else any(known)
             if host is not False and self.config.mode == "dynamic":
                 self._scale_floor = max(self._scale_floor * self.config.backoff_factor, self.config.minimum)
             for guard in _guards(states):
-                guard.settle(finite, host)
+                guard.settle(found == 0, host)
         self._begin()
         self._check_skips()
+
+    def _advance(self, found: torch.Tensor) -> None:
+        """Move the state by the rule, in place and without reading it from a device.
+
+        On the CPU the tensors' memory is at hand: NumPy scalars apply the rule to it, many times faster than torch.
+        """
+        if self._views is not None:
+            scalars = LossScaleState(*(view[()] for view in self._views))
+            with np.errstate(over="ignore"):  # a growth factor that overflows before the maximum cuts it
+                moved = next_state(self.config, scalars, found.numpy()[()] == 0, HostOps())
+            for view, value in zip(self._views, moved, strict=True):
+                view[...] = value
+            return
+        with torch.no_grad():
+            new = next_state(self.config, self._state, found == 0, self._scaler.xp)
+            torch._foreach_copy_(list(self._state), list(new))
 
     def _replace_scale(self, new_scale: float | torch.Tensor) -> None:
         config = self.config

@@ -26,6 +26,22 @@ class TorchOps:
         return torch.clamp_min(x, y)
 
 
+class HostOps:
+    """The same for NumPy scalars, where plain Python is faster than NumPy's functions."""
+
+    @staticmethod
+    def where(condition: Any, x: Any, y: Any) -> Any:
+        return x if condition else y
+
+    @staticmethod
+    def minimum(x: Any, y: float) -> Any:
+        return x if x <= y else type(x)(y)
+
+    @staticmethod
+    def maximum(x: Any, y: float) -> Any:
+        return x if x >= y else type(x)(y)
+
+
 def scale_tensor(loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Multiply a loss by the scale in float32, or in the loss's wider dtype."""
     if loss.dtype in LOW:

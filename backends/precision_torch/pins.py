@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
+from precision_torch.dtypes import cast
 from precision_torch.regions import autocast_off
 from precision_torch.tree import cast_tree
 
@@ -43,7 +44,11 @@ class PinnedForward:
         self.earlier = earlier.earlier if isinstance(earlier, PinnedForward) else earlier
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args = cast_tree(args, self.dtype)
+        args = (
+            (cast(args[0], self.dtype),)
+            if len(args) == 1 and isinstance(args[0], torch.Tensor)
+            else cast_tree(args, self.dtype)
+        )
         if kwargs:
             kwargs = cast_tree(kwargs, self.dtype)
         if self.device_type is None:

@@ -38,7 +38,11 @@ def test_it_is_a_native_scaler_and_answers_like_one():
 @pytest.mark.parametrize("fused", [False, True])
 def test_trajectory_and_weights_equal_the_native_scaler(fused):
     rng = np.random.default_rng(0)
-    settings = {"growth_interval": 3, "growth_factor": 3.0, "backoff_factor": 0.375}  # exact in float32, as the rule's are
+    settings = {
+        "growth_interval": 3,
+        "growth_factor": 3.0,
+        "backoff_factor": 0.375,
+    }  # exact in float32, as the rule's are
     ours = bind("float32", initial=1000.0, **settings).grad_scaler()
     theirs = torch.amp.GradScaler("cpu", init_scale=1000.0, **settings)
     weights = [torch.nn.Parameter(torch.tensor([1.0, -3.0])) for _ in range(2)]
@@ -338,7 +342,12 @@ def test_native_states_load_and_bad_ones_do_not():
     scaler.load_state_dict(native.state_dict())
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (512.0, 1)
     good = scaler.state_dict()
-    for bad in ({}, {k: v for k, v in good.items() if k != "skipped"}, {**good, "version": 2}, {**good, "scale": math.nan}):
+    for bad in (
+        {},
+        {k: v for k, v in good.items() if k != "skipped"},
+        {**good, "version": 2},
+        {**good, "scale": math.nan},
+    ):
         with pytest.raises(StateError):
             scaler.load_state_dict(bad)
         assert scaler.state_dict() == good

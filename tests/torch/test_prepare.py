@@ -207,7 +207,7 @@ def test_tied_weights_stay_tied():
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
 def test_prepared_models_copy_and_pickle(how):
     mp, model = bind("mixed_bfloat16", initial=8.0), Net()
-    model, optimizer = mp.prepare(model, trained(model))
+    model, _ = mp.prepare(model, trained(model))
     if how == "deepcopy":
         other = copy.deepcopy(model)
     elif how == "pickle":
@@ -288,6 +288,9 @@ def test_wrong_arguments(args, kwargs, message):
 
 def test_several_optimizers_and_wrapped_ones():
     mp, model = bind("mixed_bfloat16", initial=8.0), Net()
-    a, b = torch.optim.SGD(model.fc1.parameters(), lr=0.1), mp.optimizer(torch.optim.SGD(model.head.parameters(), lr=0.1))
+    a, b = (
+        torch.optim.SGD(model.fc1.parameters(), lr=0.1),
+        mp.optimizer(torch.optim.SGD(model.head.parameters(), lr=0.1)),
+    )
     assert mp.prepare(model, [a, b]) == (model, [a, b])
     assert mp.policy.loss_scale == LossScale(mode="dynamic", initial=8.0)

@@ -154,7 +154,7 @@ def test_several_losses_share_the_scale():
     mp.backward(*losses)
     mp.scaler.unscale_(optimizer)
     together = [p.grad.clone() for p in model.parameters()]
-    mp2, model2, optimizer2 = make("float32")
+    mp2, model2, _ = make("float32")
     with mp2.autocast():
         out = model2(x)
         (F.cross_entropy(out, y) + out.square().mean()).backward()
