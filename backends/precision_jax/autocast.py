@@ -15,7 +15,7 @@ import jax
 from precision import ops
 from precision.errors import PolicyError, UnsupportedError
 from precision_jax.casting import cast_tree, numpy_dtype
-from precision_jax.leaves import cast_leaf, is_array
+from precision_jax.leaves import cast_leaf, is_array, is_castable, refuse_stateful_modules
 
 if TYPE_CHECKING:
     from precision_jax.bound import JaxPolicy
@@ -51,17 +51,23 @@ def autocast(mp: JaxPolicy, fun: Callable[..., Any], keep: Sequence[int | str]) 
     """See :meth:`precision_jax.JaxPolicy.autocast`."""
     kept = _Kept(fun, keep)
 
-    @functools.wraps(fun)
+    # A module that is called (Equinox) brings its parameters along: they are cast as an argument is.
+    module = any(is_castable(leaf) for leaf in jax.tree.leaves(fun))
+
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         mp.casts_seen += 1
         names = kept.names(len(args))
         moving = [a for i, a in enumerate(args) if i not in names] + [v for k, v in kwargs.items() if k not in names]
+        if module:
+            moving.append(fun)
+        refuse_stateful_modules(*moving)
         mp.rules.maybe_parameters(*moving)
         cast = [a if i in names else mp.cast_arguments(a) for i, a in enumerate(args)]
         cast_kwargs = {k: v if k in names else mp.cast_arguments(v) for k, v in kwargs.items()}
-        return cast_tree(fun(*cast, **cast_kwargs), mp.policy.output_dtype)
+        callee = mp.cast_arguments(fun) if module else fun
+        return cast_tree(callee(*cast, **cast_kwargs), mp.policy.output_dtype)
 
-    return wrapped
+    return wrapped if module else functools.wraps(fun)(wrapped)
 
 
 class _Kept:
@@ -101,6 +107,7 @@ def island(dtype: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def wrap(fun: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fun)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            refuse_stateful_modules(args, kwargs)
             args, kwargs = cast_tree((args, kwargs), dtype)
             return fun(*args, **kwargs)
 
@@ -117,6 +124,7 @@ def op(mp: JaxPolicy, family: str) -> Callable[[Callable[..., Any]], Callable[..
         @functools.wraps(fun)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             mp.casts_seen += 1
+            refuse_stateful_modules(args, kwargs)
             leaves, structure = jax.tree.flatten((args, kwargs))
             dtypes = [str(leaf.dtype) if is_array(leaf) else type(leaf).__name__ for leaf in leaves]
             wanted = ops.decide(

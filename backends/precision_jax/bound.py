@@ -116,11 +116,16 @@ class JaxPolicy(BoundPolicy):
         argument) wins. Gradients through it reach float32 parameters in float32. Composes with every JAX transform.
 
         Args:
-            fun: the function; left out, this is a decorator with options.
+            fun: the function, or a callable pytree such as an Equinox module, whose parameters are cast as well; left out,
+                this is a decorator with options.
             keep: arguments, by position or name, to leave as they are: BatchNorm statistics, regression targets.
 
         Returns:
             The wrapped function.
+
+        Raises:
+            PolicyError: ``keep`` names no argument.
+            UnsupportedError: when called with an ``nnx.Module`` that has state besides its parameters; a copy would be run.
 
         Example:
             >>> import jax.numpy as jnp, precision

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from precision.backend import check_leaf
 from precision.errors import LossScaleError, PrecisionWarning
 from precision_jax.casting import cast_tree
-from precision_jax.leaves import is_castable, is_inexact
+from precision_jax.leaves import is_castable, is_inexact, refuse_stateful_modules
 
 if TYPE_CHECKING:
     from precision_jax.bound import JaxPolicy
@@ -36,18 +36,20 @@ def value_and_grad(
         state = _state(mp, loss_scale)
         nums = _positions(argnums, len(args))
         casting = nums if cast_argnums is None else _positions(cast_argnums, len(args))
-        inputs = [mp.cast_arguments(a) if i in casting and i not in nums else a for i, a in enumerate(args)]
-        for leaf in jax.tree.leaves(args):
+        for leaf in jax.tree.leaves((args, kwargs)):
             check_leaf(leaf, "jax")
+        refuse_stateful_modules(*(args[i] for i in {*nums, *casting}))
+        inputs = [mp.cast_arguments(a) if i in casting and i not in nums else a for i, a in enumerate(args)]
         mp.rules.parameters(*(args[i] for i in nums))
         pairs = [_partition(args[i]) for i in nums]
 
         def scaled(*diff: Any) -> tuple[Any, tuple[Any, Any]]:
+            full = list(inputs)
             for i, d, (_, rest) in zip(nums, diff, pairs, strict=True):
                 whole = _combine(d, rest)
-                inputs[i] = mp.cast_arguments(whole) if i in casting else whole
+                full[i] = mp.cast_arguments(whole) if i in casting else whole
             casts = mp.casts_seen
-            out = fun(*inputs, **kwargs)
+            out = fun(*full, **kwargs)
             if cast_argnums is None and mp.casts_seen == casts:
                 _warn_uncast(mp, fun, [a for i, a in enumerate(args) if i not in nums])
             loss, aux = out if has_aux else (out, None)

@@ -5,6 +5,7 @@ Nothing here imports Flax, Equinox or Haiku; their trees answer through ``jax.tr
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from precision.backend import check_leaf
+from precision.errors import UnsupportedError
 from precision.formats import FloatFormat
 
 LOW = tuple(FloatFormat.of(name).numpy_dtype for name in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"))
@@ -83,3 +85,25 @@ def float_paths(tree: Any) -> list[str]:
     """The dotted paths of the leaves that a policy may cast."""
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_statistic)
     return [dotted(path) for path, leaf in pairs if is_castable(leaf)]
+
+
+def refuse_stateful_modules(*trees: Any) -> None:
+    """Refuse an ``nnx.Module`` with state of its own where a copy of it would be run, and its updates be lost.
+
+    Raises:
+        UnsupportedError: names the module's class and the kinds of its state, and says what to do.
+    """
+    nnx = sys.modules.get("flax.nnx")  # whoever has such a module has imported it
+    if nnx is None:
+        return
+    for module in jax.tree.leaves(trees, is_leaf=lambda node: isinstance(node, nnx.Module)):
+        if not isinstance(module, nnx.Module):
+            continue
+        variables = jax.tree.leaves(module, is_leaf=lambda node: isinstance(node, nnx.Variable))
+        kinds = {type(v).__name__ for v in variables if isinstance(v, nnx.Variable) and not isinstance(v, nnx.Param)}
+        if kinds:
+            raise UnsupportedError(
+                f"{type(module).__name__} holds {', '.join(sorted(kinds))}: a cast runs a copy of it, whose updates would be "
+                "lost. Differentiate and cast nnx.split states (see examples/flax_nnx.py), or give the layers "
+                "dtype=mp.compute_dtype and leave the module uncast."
+            )

@@ -3,10 +3,12 @@
 import functools
 import warnings
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import precision
 from precision import FAMILIES, PolicyError, PrecisionPolicy, PrecisionWarning, Rule, UnsupportedError, decide
@@ -100,6 +102,36 @@ class TestAutocast:
             return x
 
         assert (model.__name__, model.__doc__) == ("model", "Doc.")
+
+    def test_a_module_that_is_called_brings_its_parameters(self):
+        model = eqx.nn.Linear(3, 2, key=jax.random.key(0))
+        mp = bind()
+        x = jnp.ones(3)
+        want = mp.cast_to_compute(model)(mp.cast_to_compute(x))
+        assert want.dtype == jnp.bfloat16
+        out = mp.autocast(model)(x)
+        assert out.dtype == jnp.float32
+        np.testing.assert_array_equal(out, want.astype(jnp.float32))
+        grads = eqx.filter_grad(lambda m: mp.autocast(m)(x).sum())(model)
+        assert grads.weight.dtype == jnp.float32
+
+    def test_an_nnx_module_with_state_is_refused_since_its_updates_would_be_lost(self):
+        model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+        mp = bind()
+        for act in (
+            lambda: mp.autocast(lambda m, x: m(x))(model, jnp.ones((3, 2))),
+            lambda: mp.autocast(model)(jnp.ones((3, 2))),
+            lambda: mp.island()(lambda m, x: m(x))(model, jnp.ones((3, 2))),
+            lambda: mp.op("norm")(lambda m, x: m(x))(model, jnp.ones((3, 2))),
+            lambda: mp.value_and_grad(lambda m, x: m(x).sum())(model, jnp.ones((3, 2))),
+        ):
+            with pytest.raises(UnsupportedError, match="BatchNorm holds BatchStat: a cast runs a copy.*nnx.split"):
+                act()
+        kept = mp.autocast(lambda m, x: m(x), keep=("m",))(model, jnp.ones((3, 2)))
+        assert kept.dtype == jnp.float32
+        assert float(model.mean[...][0]) != 0.0, "kept, it is the module itself that runs"
+        plain = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        assert mp.autocast(lambda m, x: m(x))(plain, jnp.ones((1, 2))).dtype == jnp.float32
 
     def test_says_once_that_family_rules_do_not_reach_in(self):
         mp = bind(Rule(family="softmax", dtype="bfloat16"))
