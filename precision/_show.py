@@ -45,8 +45,8 @@ def show_demo(console: Console, result: DemoResult, name: str) -> None:
     console.print(
         "\nloss: mean of the last ten steps. accuracy: on held-out digits. time: median step against float32 on the same "
         "backend, runs taking turns; below 1 is faster. memory: peak of the process against float32's, all models.\n"
-        "gap: largest difference of the loss curve from another backend's. bar: the same between a backend and itself "
-        "with the rows of its batches reordered, so what rounding alone does.",
+        "gap: typical difference between two backends' loss curves. bar: the largest difference of one backend from "
+        "itself with its sums in another order, so what rounding alone does.",
         style="dim",
     )
     for policy, tier in result.decisions.items():
@@ -74,8 +74,7 @@ def show_tiers(console: Console, results: Sequence[TierResult]) -> None:
 
 def _tier_detail(result: TierResult) -> str:
     if result.tier == "T4":
-        gap = max(result.detail["pairs"].values(), default=0.0)
-        return f"largest gap {gap:.2g}, bar {result.detail['bar']:.2g}, {result.detail['skipped']} skipped"
+        return f"gap {result.detail['gap']:.2g}, bar {result.detail['bar']:.2g}, {result.detail['skipped']} skipped"
     if result.tier == "T3":
         return f"worst {max(result.detail['worst'].values()):.2f} of the bar"
     return ""

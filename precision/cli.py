@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from precision._quiet import quiet_stderr
 from precision._version import __version__
 from precision.errors import BackendUnavailableError, PrecisionError
 
@@ -117,9 +118,10 @@ def backends(as_json: AsJson = False) -> None:
             entry["problem"] = f"not installed: {', '.join(info.missing)}"
         else:
             try:
-                loaded = get_backend(info.name)
-                entry["versions"] = loaded.versions()
-                entry["capabilities"] = [dataclasses.asdict(c) for c in loaded.capabilities()]
+                with quiet_stderr():
+                    loaded = get_backend(info.name)
+                    entry["versions"] = loaded.versions()
+                    entry["capabilities"] = [dataclasses.asdict(c) for c in loaded.capabilities()]
             except BackendUnavailableError as error:
                 entry["problem"] = str(error)
             except Exception as error:  # noqa: BLE001 - another's plugin: say what it said, and list the rest
@@ -188,7 +190,8 @@ def _usable(only: list[str] | None) -> list[str]:
     from precision.registry import get_backend, list_backends
 
     if only:
-        return list(dict.fromkeys(get_backend(name).name for name in only))
+        with quiet_stderr():
+            return list(dict.fromkeys(get_backend(name).name for name in only))
     names = [info.name for info in list_backends() if info.installed and info.origin == "built-in"]
     if not names:
         raise BackendUnavailableError("no framework is installed. Install one: pip install 'precision-policy[torch]'.")

@@ -15,7 +15,7 @@ from typing import Any
 from precision.parity.adapter import TrainResult, TrainSpec
 from precision.parity.remote import PolicyOnly, RemoteAdapter
 from precision.parity.tiers import TierResult, tier_decisions
-from precision.parity.training import distance, judge, reordered, train_spec
+from precision.parity.training import judge, reordered, train_spec
 from precision.policy import PrecisionPolicy
 
 MODELS = ("mlp", "cnn", "transformer")
@@ -35,8 +35,8 @@ class Row:
         skipped: steps skipped.
         step_ratio: median step time over that of float32 on the same backend, runs taking turns; below 1 is faster.
         memory_ratio: peak process memory over that of the float32 process, all models together.
-        gap: largest difference of the loss curve from any other backend's.
-        bar: the same between one backend and itself with its reductions reordered.
+        gap: typical difference between two backends' loss curves (median over pairs and runs of the largest difference).
+        bar: the largest such difference of one backend from itself with its reductions reordered.
         agrees: whether skips and scales are equal and the gap is within the bar.
     """
 
@@ -146,14 +146,11 @@ def _conclude(
     rows, training = [], {}
     for model in models:
         for name in policies:
-            runs = {backend: results[backend, name, model][0] for backend in backends}
-            own = {b: [distance(runs[b].losses, r.losses) for r in results[b, name, model][1:]] for b in backends}
-            tier = judge(specs[name, model], runs, own)
-            training[name, model] = tier
+            runs = {backend: results[backend, name, model] for backend in backends}
+            tier = training[name, model] = judge(specs[name, model], runs)
             for backend in backends:
-                run = runs[backend]
+                run = runs[backend][0]
                 base = _median_step(results[backend, "float32", model])
-                gaps = [gap for pair, gap in tier.detail["pairs"].items() if backend in pair.split("/")]
                 rows.append(
                     Row(
                         model=model, policy=name, backend=backend, first_loss=run.losses[0],
@@ -161,7 +158,7 @@ def _conclude(
                         scale=float(run.state["scale"]), skipped=sum(run.skipped),
                         step_ratio=_median_step(results[backend, name, model]) / base,
                         memory_ratio=memory[backend, name] / max(memory[backend, "float32"], 1),
-                        gap=max(gaps, default=0.0), bar=tier.detail["bar"], agrees=tier.passed,
+                        gap=tier.detail["gap"], bar=tier.detail["bar"], agrees=tier.passed,
                     )
                 )  # fmt: skip
     return DemoResult(decisions, training, rows)

@@ -107,3 +107,44 @@ def initial_weights(model: str, seed: int = 0) -> dict[str, Array]:
 def is_statistic(name: str) -> bool:
     """Whether a weight's name is a BatchNorm running statistic (not trained)."""
     return name.rpartition(".")[2] in BATCH_STATS
+
+
+Axes = tuple[tuple[str, int], ...]
+INPUT = "input"
+
+
+def symmetries(model: str) -> list[tuple[int, Axes]]:
+    """The hidden units of a model that may change places without changing what it computes, but for rounding.
+
+    Returns:
+        One ``(size, axes)`` a group of units; ``axes`` are ``(weight, axis)`` pairs to be permuted alike, with
+        ``("input", -1)`` for the features of the input.
+    """
+
+    def dense_out(name: str) -> Axes:
+        return (f"{name}.kernel", -1), (f"{name}.bias", 0)
+
+    def norm(name: str) -> Axes:
+        leaves = ("scale", "offset", *(BATCH_STATS if model in BATCH_NORM else ()))
+        return tuple((f"{name}.{leaf}", 0) for leaf in leaves)
+
+    if model == "mlp":
+        return [
+            (64, ((INPUT, -1), ("fc1.kernel", 0))),
+            (128, (*dense_out("fc1"), *norm("norm1"), ("fc2.kernel", 0))),
+            (128, (*dense_out("fc2"), *norm("norm2"), ("head.kernel", 0))),
+        ]
+    if model == "cnn":
+        return [
+            (16, (("conv1.kernel", -1), *norm("norm1"), ("conv2.kernel", -2))),
+            (32, (("conv2.kernel", -1), *norm("norm2"), ("head.kernel", 0))),
+        ]
+    width: Axes = (("position", 1), *norm("norm"), ("head.kernel", 0))
+    width += (("embed.table", 1),) if model == "chars" else dense_out("embed")
+    groups: list[tuple[int, Axes]] = [] if model == "chars" else [(8, ((INPUT, -1), ("embed.kernel", 0)))]
+    for i in range(BLOCKS[model]):
+        b = f"block{i}"
+        width += (*norm(f"{b}.norm1"), (f"{b}.qkv.kernel", 0), *dense_out(f"{b}.proj"))
+        width += (*norm(f"{b}.norm2"), (f"{b}.fc1.kernel", 0), *dense_out(f"{b}.fc2"))
+        groups.append((2 * WIDTH, (*dense_out(f"{b}.fc1"), (f"{b}.fc2.kernel", 0))))
+    return [*groups, (WIDTH, width)]

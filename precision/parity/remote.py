@@ -7,6 +7,7 @@ import functools
 import multiprocessing
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -43,7 +44,9 @@ class RemoteAdapter(ParityAdapter):
     def __init__(self, backend: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
-        self._process = context.Process(target=_serve, args=(child, backend), daemon=True)
+        self._log = tempfile.TemporaryDirectory(prefix="precision-")
+        log = os.path.join(self._log.name, "stderr")
+        self._process = context.Process(target=_serve, args=(child, backend, log), daemon=True)
         self._process.start()
         child.close()
         self.name = backend
@@ -62,6 +65,7 @@ class RemoteAdapter(ParityAdapter):
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+        self._log.cleanup()
 
     def run_op(self, mp: Any, case: str, family: str, inputs: Sequence[Array]) -> OpResult:
         result: OpResult = self._call("run_op", PolicyOnly(mp.policy), case, family, list(inputs))
@@ -98,13 +102,19 @@ class RemoteAdapter(ParityAdapter):
             ok, value = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join(timeout=5)
-            raise WorkerError(f"the {self.name} worker process ended (exit code {self._process.exitcode}).") from None
+            with open(os.path.join(self._log.name, "stderr"), encoding="utf-8", errors="replace") as log:
+                said = log.read()[-2000:]
+            raise WorkerError(
+                f"the {self.name} worker process ended (exit code {self._process.exitcode}). It said:\n{said}"
+            ) from None
         if not ok:
             raise WorkerError(f"the {self.name} worker process failed:\n{value}")
         return value
 
 
-def _serve(pipe: Connection, name: str) -> None:
+def _serve(pipe: Connection, name: str, log: str) -> None:
+    # What frameworks print while they load and compile goes to a file: it would break the progress bar.
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if name in ("tensorflow", "tf", "keras"):
         os.environ["KERAS_BACKEND"] = "tensorflow"  # this process is ours alone
