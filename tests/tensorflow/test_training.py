@@ -400,3 +400,46 @@ def test_the_callback_needs_our_optimizer():
     model.compile("sgd", "mse")
     with pytest.raises(PolicyError, match=r"needs a model compiled with mp.optimizer\(...\); this one has SGD"):
         model.fit(X, Y, verbose=0, callbacks=[bind().callback()])
+
+
+def test_keras_own_callbacks_find_what_they_look_for(tmp_path):
+    model = compiled(bind("mixed_bfloat16"))
+    rates = []
+
+    class Rates(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            rates.append(round(float(self.model.optimizer.learning_rate), 6))
+
+    model.fit(X, Y, epochs=3, verbose=0, callbacks=[
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5),
+        keras.callbacks.ModelCheckpoint(tmp_path / "best.keras", monitor="loss", save_best_only=True), Rates(),
+    ])  # fmt: skip
+    assert rates == [0.01, 0.005, 0.0025]
+    loaded = keras.models.load_model(tmp_path / "best.keras")
+    assert float(loaded.optimizer.inner_optimizer.learning_rate) == np.float32(0.0025)
+    assert loaded.optimizer.state_dict() == model.optimizer.state_dict()
+
+
+def test_a_model_class_of_its_own_is_prepared_in_place_and_trains():
+    class Mine(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.norm = keras.layers.Dense(3), keras.layers.BatchNormalization()
+            self.head = keras.layers.Dense(2)
+
+        def call(self, x, training=False):
+            return self.head(self.norm(self.fc(x), training=training))
+
+    mp = bind("mixed_bfloat16")
+    with mp.scope():
+        model = Mine()
+    model(X)
+    assert mp.prepare(model) is model
+    model.compile(optimizer=mp.optimizer(keras.optimizers.Adam(0.02)), loss="mse")
+    losses = model.fit(X, Y, epochs=5, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+    before = values(model.weights)
+    model.fit(BAD, Y, batch_size=16, verbose=0)
+    assert equal(before, values(model.weights))
+    assert not np.array_equal(before[4], np.zeros(3))  # the moving mean did move in training mode
+    assert model.predict(X, verbose=0).dtype == np.float32
