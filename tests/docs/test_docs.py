@@ -152,6 +152,15 @@ def test_the_worked_trajectory_is_what_the_rule_gives():
         assert {"version": 1, **told} == state_to_dict(state)
 
 
+def test_the_state_shown_is_what_the_rule_gives():
+    (shown,) = (b for b in blocks_of((ROOT / "docs/loss-scaling.md").read_text()) if b.title == "scale.json")
+    config = LossScale(mode="dynamic")
+    state = initial_state(config)
+    for _ in range(3):
+        state = next_state(config, state, np.bool_(True), np)
+    assert json.loads(shown.code) == state_to_dict(state)
+
+
 def test_the_table_of_settings_has_the_defaults():
     rows = {row["setting"]: row["default"] for row in table_after("loss-scaling.md", "Settings")}
     assert set(rows) == set(LossScale.model_fields)
