@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -91,14 +91,20 @@ class JaxParity(ParityAdapter):
         return np.asarray(jax.jit(round_to, static_argnums=1)(values, dtype))
 
     def trajectory(
-        self, config: LossScale, finite: Sequence[bool], form: Literal["neutral", "native"]
+        self,
+        config: LossScale,
+        finite: Sequence[bool],
+        form: Literal["neutral", "native"],
+        start: Mapping[str, float | int] | None = None,
     ) -> list[dict[str, float | int]]:
         """Scan the neutral scaler, or real steps of the optax transformation, over a pattern."""
         from precision.registry import bind
 
         mp = bind(PrecisionPolicy(loss_scale=config), backend="jax")
         run = _neutral if form == "neutral" else _native
-        states: LossScaleState = jax.jit(lambda flags: run(mp, flags))(jnp.asarray(finite))
+        scaler = mp.loss_scaler
+        first = scaler.load_state_dict(start) if start else scaler.init()
+        states: LossScaleState = jax.jit(lambda first, flags: run(mp, first, flags))(first, jnp.asarray(finite))
         host = [np.asarray(field) for field in states]
         return [state_to_dict(LossScaleState(*(field[i] for field in host))) for i in range(len(finite))]
 
@@ -109,17 +115,17 @@ class JaxParity(ParityAdapter):
         return train(spec)
 
 
-def _neutral(mp: Any, flags: Any) -> Any:
+def _neutral(mp: Any, first: LossScaleState, flags: Any) -> Any:
     def step(state: LossScaleState, flag: Any) -> tuple[LossScaleState, LossScaleState]:
         scaled = mp.loss_scaler.scale(jnp.where(flag, 2.0**-100, jnp.inf), state)
         _, finite = mp.loss_scaler.unscale({"w": scaled}, state)
         state = mp.loss_scaler.update(state, finite)
         return state, state
 
-    return lax.scan(step, mp.loss_scaler.init(), flags)[1]
+    return lax.scan(step, first, flags)[1]
 
 
-def _native(mp: Any, flags: Any) -> Any:
+def _native(mp: Any, first: LossScaleState, flags: Any) -> Any:
     opt = mp.optimizer(optax.sgd(0.1, momentum=0.9))
     params = {"w": jnp.ones((2,), jnp.float32)}
 
@@ -131,4 +137,5 @@ def _native(mp: Any, flags: Any) -> Any:
         updates, opt_state = opt.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), opt_state.loss_scale
 
-    return lax.scan(step, (params, opt.init(params)), flags)[1]
+    opt_state = opt.init(params)._replace(loss_scale=first)
+    return lax.scan(step, (params, opt_state), flags)[1]

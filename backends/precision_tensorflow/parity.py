@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import keras
@@ -85,11 +85,15 @@ class TensorFlowParity(ParityAdapter):
         return np.asarray(_caster("float32")(low).numpy())
 
     def trajectory(
-        self, config: LossScale, finite: Sequence[bool], form: Literal["neutral", "native"]
+        self,
+        config: LossScale,
+        finite: Sequence[bool],
+        form: Literal["neutral", "native"],
+        start: Mapping[str, float | int] | None = None,
     ) -> list[dict[str, float | int]]:
         mp = self._bind(PrecisionPolicy(loss_scale=config))
         factors = [tf.constant(1.0 if flag else np.inf, tf.float32) for flag in finite]
-        return (_neutral if form == "neutral" else _native)(mp, factors)
+        return (_neutral if form == "neutral" else _native)(mp, factors, start)
 
     def train(self, spec: TrainSpec) -> TrainResult:
         mp = self._bind(spec.policy)
@@ -134,7 +138,7 @@ class TensorFlowParity(ParityAdapter):
         )  # fmt: skip
 
 
-def _neutral(mp: TensorFlowPolicy, factors: Sequence[Any]) -> list[dict[str, float | int]]:
+def _neutral(mp: TensorFlowPolicy, factors: Sequence[Any], start: Any) -> list[dict[str, float | int]]:
     scaler = mp.loss_scaler
 
     @tf.function
@@ -143,17 +147,19 @@ def _neutral(mp: TensorFlowPolicy, factors: Sequence[Any]) -> list[dict[str, flo
         _, finite = scaler.unscale(grads, state)
         return scaler.update(state, finite)
 
-    state, out = scaler.init(), []
+    state, out = scaler.load_state_dict(start) if start else scaler.init(), []
     for factor in factors:
         state = step(state, factor)
         out.append(scaler.state_dict(state))
     return out
 
 
-def _native(mp: TensorFlowPolicy, factors: Sequence[Any]) -> list[dict[str, float | int]]:
+def _native(mp: TensorFlowPolicy, factors: Sequence[Any], start: Any) -> list[dict[str, float | int]]:
     weight = tf.Variable(0.0)
     optimizer = mp.optimizer(keras.optimizers.SGD(0.0))
     optimizer.build([weight])
+    if start:
+        optimizer.load_state_dict(start)
 
     @tf.function
     def step(factor: Any) -> None:

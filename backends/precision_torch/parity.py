@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -70,11 +70,15 @@ class TorchParity(ParityAdapter):
         return low.to(torch.float32).cpu().numpy()
 
     def trajectory(
-        self, config: LossScale, finite: Sequence[bool], form: Literal["neutral", "native"]
+        self,
+        config: LossScale,
+        finite: Sequence[bool],
+        form: Literal["neutral", "native"],
+        start: Mapping[str, float | int] | None = None,
     ) -> list[dict[str, float | int]]:
         """Drive the explicit-state scaler, or the ``GradScaler`` with an optimizer, over a pattern."""
         mp = self._backend.bind(PrecisionPolicy(loss_scale=config), device=self._device)
-        return _neutral(mp, finite) if form == "neutral" else _native(mp, finite)
+        return _neutral(mp, finite, start) if form == "neutral" else _native(mp, finite, start)
 
     def train(self, spec: TrainSpec) -> TrainResult:
         """Train with ``prepare``, ``autocast``, ``backward`` and ``step``."""
@@ -107,8 +111,9 @@ class TorchParity(ParityAdapter):
         )  # fmt: skip
 
 
-def _neutral(mp: Any, finite: Sequence[bool]) -> list[dict[str, float | int]]:
-    state, out = mp.loss_scaler.init(), []
+def _neutral(mp: Any, finite: Sequence[bool], start: Any) -> list[dict[str, float | int]]:
+    scaler, out = mp.loss_scaler, []
+    state = scaler.load_state_dict(start) if start else scaler.init()
     for flag in finite:
         grads = {"w": torch.tensor([1.0, 1.0 if flag else float("inf")], device=mp.device)}
         _, agreed = mp.loss_scaler.unscale(grads, state)
@@ -117,8 +122,10 @@ def _neutral(mp: Any, finite: Sequence[bool]) -> list[dict[str, float | int]]:
     return out
 
 
-def _native(mp: Any, finite: Sequence[bool]) -> list[dict[str, float | int]]:
+def _native(mp: Any, finite: Sequence[bool], start: Any) -> list[dict[str, float | int]]:
     scaler, out = mp.grad_scaler(), []
+    if start:
+        scaler.load_state_dict(start)
     weight = torch.nn.Parameter(torch.zeros(2, device=mp.device))
     optimizer = torch.optim.SGD([weight], lr=0.0)
     for flag in finite:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -123,7 +123,11 @@ class ParityAdapter(abc.ABC):
 
     @abc.abstractmethod
     def trajectory(
-        self, config: LossScale, finite: Sequence[bool], form: Literal["neutral", "native"]
+        self,
+        config: LossScale,
+        finite: Sequence[bool],
+        form: Literal["neutral", "native"],
+        start: Mapping[str, float | int] | None = None,
     ) -> list[dict[str, float | int]]:
         """Run the loss-scale rule over a pattern of finite and overflowing steps.
 
@@ -133,6 +137,7 @@ class ParityAdapter(abc.ABC):
             form: ``"neutral"`` drives ``mp.loss_scaler`` with its explicit state; ``"native"`` drives the framework's
                 own object (``GradScaler``, ``LossScaleOptimizer``, optax transformation) through real steps whose
                 gradients are finite or not.
+            start: a saved state to resume from; None starts afresh.
 
         Returns:
             The neutral state dict after each step.

@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -76,9 +76,13 @@ class RemoteAdapter(ParityAdapter):
         return result
 
     def trajectory(
-        self, config: LossScale, finite: Sequence[bool], form: Literal["neutral", "native"]
+        self,
+        config: LossScale,
+        finite: Sequence[bool],
+        form: Literal["neutral", "native"],
+        start: Mapping[str, float | int] | None = None,
     ) -> list[dict[str, float | int]]:
-        result: list[dict[str, float | int]] = self._call("trajectory", config, list(finite), form)
+        result: list[dict[str, float | int]] = self._call("trajectory", config, list(finite), form, start)
         return result
 
     def train(self, spec: TrainSpec) -> TrainResult:

@@ -70,7 +70,9 @@ def test_backends_tells_versions_devices_and_reasons():
     for name, framework in (("torch", "torch"), ("tensorflow", "tensorflow"), ("jax", "jax")):
         entry = told[name]
         assert entry["installed"] and entry["problem"] is None
-        assert entry["versions"][framework] == __import__("importlib.metadata").metadata.version(framework).split("+")[0]
+        assert (
+            entry["versions"][framework] == __import__("importlib.metadata").metadata.version(framework).split("+")[0]
+        )
         assert {c["dtype"] for c in entry["capabilities"]} >= {"float32", "float16", "bfloat16"}
         assert all(c["reason"] and c["support"] in ("native", "slow", "storage", "none") for c in entry["capabilities"])
     assert "keras" in command("backends").stdout

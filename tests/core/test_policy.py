@@ -111,7 +111,12 @@ def test_dtypes_are_known_by_object_too(dtype):
 
 @pytest.mark.parametrize(
     ("dtype", "message"),
-    [("float61", "Did you mean 'float16'"), ("float64", "never narrowed"), ("int8", "unknown dtype 'int8'"), (3, "unknown")],
+    [
+        ("float61", "Did you mean 'float16'"),
+        ("float64", "never narrowed"),
+        ("int8", "unknown dtype 'int8'"),
+        (3, "unknown"),
+    ],
 )
 def test_unknown_dtypes(dtype, message):
     with pytest.raises(PolicyError, match=message) as error:

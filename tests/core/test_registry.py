@@ -148,7 +148,9 @@ def test_get_backend_imports_once_from_many_threads(plugin):
 
 def run(code, path=""):
     env = {**os.environ, "PYTHONPATH": str(path)}
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=env, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=env, check=False
+    )
 
 
 def test_listing_imports_no_backend_and_no_framework():
