@@ -49,7 +49,7 @@ class PrecisionGradScaler(torch.amp.GradScaler):
     def __init__(self, config: LossScale, device: torch.device | str = "cpu") -> None:
         where = torch.device(device)
         super().__init__(device=where.type, enabled=config.mode != "none", init_scale=config.initial_scale)
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(_refresh_per_optimizer_state)
         self._scaler = TorchLossScaler(config, where)
         self._scaled = False  # whether a loss was scaled since the last update
         self._updates = 0  # since max_consecutive_skips was last looked at

@@ -41,7 +41,7 @@ class PinnedForward:
         self.dtype = dtype
         self.device_type = device_type
         earlier = module.__dict__.get("forward")
-        self.earlier = earlier.earlier if isinstance(earlier, PinnedForward) else earlier
+        self.earlier: Any = earlier.earlier if isinstance(earlier, PinnedForward) else earlier
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args = (

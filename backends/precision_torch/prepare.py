@@ -144,7 +144,9 @@ def _pin_modules(policy: PrecisionPolicy, device_type: str, model: torch.nn.Modu
         governed[path] = rule
         if rule is not None:
             if governed.get(path.rpartition(".")[0]) is not rule:  # its parent's island holds it already
-                pin(module, TORCH[rule.dtype], device_type)
+                # no norm is autocast from float32, so it needs no region around it
+                bare = isinstance(module, NORMS) and rule.dtype == "float32"
+                pin(module, TORCH[rule.dtype], None if bare else device_type)
         elif isinstance(module, NORMS) and policy.compute_dtype != "float32":
             pin(module, torch.float32, None)
 

@@ -88,7 +88,7 @@ def mark_op(policy: PrecisionPolicy, device_type: str, family: str) -> Callable[
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def run(*args: Any, **kwargs: Any) -> Any:
-            inputs = [args, kwargs]
+            inputs: list[Any] = [args, kwargs]
             names = [dtype_name(tensor.dtype) for tensor in tensors_of(inputs)]
             targets = list(decide(policy, family, names))
             if targets != names:

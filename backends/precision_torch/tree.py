@@ -55,12 +55,12 @@ def _map_other(fn: Callable[[torch.Tensor, str], Any], tree: Any, path: str) -> 
                     dict.__setitem__(changed, field.name, new)
         return changed
     if isinstance(tree, Mapping):
-        changed = copy.copy(tree)
+        same_kind: Any = copy.copy(tree)
         for key, value in tree.items():
             new = map_tensors(fn, value, _join(path, str(key)))
             if new is not value:
-                changed[key] = new  # type: ignore[index]
-        return changed
+                same_kind[key] = new
+        return same_kind
     if type(tree) in _pytree.SUPPORTED_NODES:
         leaves, spec = _pytree.tree_flatten(tree)
         return _pytree.tree_unflatten([map_tensors(fn, leaf, path) for leaf in leaves], spec)

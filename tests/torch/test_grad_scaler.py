@@ -389,3 +389,60 @@ def test_a_fused_optimizers_own_grad_scale_is_kept():
     run(scaler, optimizer, w)
     assert w.item() == 0.75
     assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
+
+
+def test_the_rule_on_device_tensors_is_the_rule_on_host_scalars():
+    """On the CPU the state is moved by NumPy scalars; on an accelerator by tensor ops. Here both, on the same pattern."""
+    settings = {
+        "initial": 4.0,
+        "minimum": 1.0,
+        "maximum": 3e38,
+        "growth_factor": 1e5,
+        "growth_interval": 2,
+        "hysteresis": 2,
+    }
+    host, device = (bind("float32", **settings).grad_scaler() for _ in range(2))
+    device._views = None  # as on an accelerator
+    rng, w = np.random.default_rng(0), weight()
+    optimizer = torch.optim.SGD([w], lr=0.0)
+    for ok in rng.random(60) < 0.8:
+        for scaler in (host, device):
+            run(scaler, optimizer, w, ok=bool(ok))
+        assert host.state_dict() == device.state_dict()
+    assert host.state_dict()["skipped"] > 5
+
+
+def test_accelerates_way_of_telling_whether_a_step_was_taken():
+    """Accelerate replaces ``optimizer.step`` by one that notes the call, and passes a closure of None."""
+    scaler, w = bind("float32", initial=8.0).grad_scaler(), weight(1.0)
+    optimizer, called = sgd(w), []
+    native_step = optimizer.step
+    optimizer.step = lambda *args, **kwargs: (called.append(1), native_step(*args, **kwargs))[1]
+    for ok, count in ((True, 1), (False, 1), (True, 2)):
+        optimizer.zero_grad()
+        (finite if ok else overflow)(scaler, w)
+        scaler.step(optimizer, None)
+        scaler.update()
+        assert len(called) == count
+
+
+def test_lightnings_way_of_stepping():
+    """Lightning unscales before its hooks unless the optimizer does so itself, and hands keywords through."""
+    for fused in (False, True):
+        scaler, w = bind("float32", initial=8.0).grad_scaler(), weight(1.0)
+        optimizer = sgd(w, fused=fused)
+        finite(scaler, w)
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer, **{})
+        scaler.update()
+        assert w.item() == 0.5
+
+
+def test_native_code_that_reads_the_found_flags():
+    scaler, w = bind("float32", initial=8.0).grad_scaler(), weight(1.0)
+    optimizer = sgd(w)
+    overflow(scaler, w)
+    scaler.unscale_(optimizer)
+    assert [v.item() for v in scaler._found_inf_per_device(optimizer).values()] == [1.0]
+    assert scaler.step(optimizer).skipped
