@@ -55,8 +55,8 @@ def _cpu(device: torch.device) -> dict[str, tuple[str, str]]:
     flags = cpu_flags()
     return {
         "float32": ("native", "every CPU"),
-        "float16": _from_flags(flags, ("avx512_fp16", "amx_fp16", "fp16", "fphp"), "float16 arithmetic"),
-        "bfloat16": _from_flags(flags, ("avx512_bf16", "amx_bf16", "bf16", "avx_ne_convert"), "bfloat16 arithmetic"),
+        "float16": _from_flags(flags, ("avx512_fp16", "amx_fp16", "fp16_arith"), "float16 arithmetic"),
+        "bfloat16": _from_flags(flags, ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"), "bfloat16 arithmetic"),
         **dict.fromkeys(_FP8, ("storage", "torch casts to and from it on CPU and has no arithmetic in it")),
     }
 

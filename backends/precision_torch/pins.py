@@ -34,6 +34,8 @@ class PinnedForward:
         module: the module.
         dtype: what the floating inputs (not float64) are cast to.
         device_type: where to switch autocasting off inside; None leaves it (no norm is autocast from float32).
+
+    Every module under a rule has its own, not only the topmost: a part may be called past its parent.
     """
 
     def __init__(self, module: torch.nn.Module, dtype: torch.dtype, device_type: str | None) -> None:
@@ -51,7 +53,7 @@ class PinnedForward:
         )
         if kwargs:
             kwargs = cast_tree(kwargs, self.dtype)
-        if self.device_type is None:
+        if self.device_type is None or not torch.is_autocast_enabled(self.device_type):
             return self._forward(args, kwargs)
         with autocast_off(self.device_type):
             return self._forward(args, kwargs)

@@ -13,7 +13,7 @@ import torch
 
 from precision.backend import warn_unmatched
 from precision.errors import MasterWeightsError, PolicyError
-from precision.policy import PrecisionPolicy, Rule
+from precision.policy import PrecisionPolicy
 from precision_torch.attachments import attach, attachments
 from precision_torch.dtypes import LOW, TORCH, castable, dtype_name
 from precision_torch.masters import AdoptOnLoad, MasterWeights
@@ -50,6 +50,7 @@ def prepare(
     paths = [name for name, _ in model.named_modules() if name] + [name for name, _ in model.named_parameters()]
     warn_unmatched(policy, paths, type(model).__name__)
     plan = _plan(policy, model)
+    _require_own_parameters(model, optimizers)
     low = _low_and_trained(plan, optimizers)
     if low and master_weights and not optimizers:
         raise MasterWeightsError("master_weights=True needs the optimizer: mp.prepare(model, optimizer, ...).")
@@ -85,6 +86,21 @@ def _plan(policy: PrecisionPolicy, model: torch.nn.Module) -> _Plan:
             if plan.dtypes.get(param) is not torch.float32:  # a tied weight is as wide as its widest user
                 plan.dtypes[param] = dtype
     return plan
+
+
+def _require_own_parameters(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse an optimizer that would train something else, such as a copy of one whose parameters were the model's."""
+    own = {id(param) for param in model.parameters()}
+    for optimizer in optimizers:
+        masters = attachments(optimizer).masters
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if masters is not None:
+            held |= {id(param) for param in masters.low}
+        if own and not own & held:
+            raise PolicyError(
+                f"this {type(optimizer).__name__} holds none of the model's parameters, so it would not train it. Make it "
+                "from model.parameters(), after copying or moving the model."
+            )
 
 
 def _low_and_trained(plan: _Plan, optimizers: Sequence[torch.optim.Optimizer]) -> dict[torch.nn.Parameter, str]:
@@ -138,15 +154,14 @@ def _cast_parameters(
 
 
 def _pin_modules(policy: PrecisionPolicy, device_type: str, model: torch.nn.Module) -> None:
-    governed: dict[str, Rule | None] = {}
     for path, module in model.named_modules():
+        if type(module).forward is torch.nn.Module.forward:  # a container, which is never called
+            continue
         rule = policy.rule_for(path) if path else None
-        governed[path] = rule
         if rule is not None:
-            if governed.get(path.rpartition(".")[0]) is not rule:  # its parent's island holds it already
-                # no norm is autocast from float32, so it needs no region around it
-                bare = isinstance(module, NORMS) and rule.dtype == "float32"
-                pin(module, TORCH[rule.dtype], None if bare else device_type)
+            # no norm is autocast from float32, so it needs no region around it
+            bare = isinstance(module, NORMS) and rule.dtype == "float32"
+            pin(module, TORCH[rule.dtype], None if bare else device_type)
         elif isinstance(module, NORMS) and policy.compute_dtype != "float32":
             pin(module, torch.float32, None)
 

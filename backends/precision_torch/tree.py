@@ -44,6 +44,8 @@ def map_tensors(fn: Callable[[torch.Tensor, str], Any], tree: Any, path: str = "
 
 def _map_other(fn: Callable[[torch.Tensor, str], Any], tree: Any, path: str) -> Any:
     """The rarer containers: other mappings, dataclasses, types registered with torch's pytrees."""
+    if isinstance(tree, torch.nn.Module):  # the self of a decorated method
+        return tree
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         changed = copy.copy(tree)
         for field in dataclasses.fields(tree):

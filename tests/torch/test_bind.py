@@ -47,7 +47,7 @@ def test_every_visible_device_reports_every_dtype_with_a_reason():
 def test_cpu_support_follows_the_flags_of_the_cpu():
     by_dtype = {c.dtype: c for c in capabilities_of(torch.device("cpu"))}
     flags = torch.cpu.get_capabilities()
-    has_bf16 = any(flags.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "avx_ne_convert"))
+    has_bf16 = any(flags.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
     assert by_dtype["bfloat16"].support == ("native" if has_bf16 else "slow")
     assert by_dtype["float32"].support == "native"
     assert by_dtype["float8_e4m3fn"].support == "storage"

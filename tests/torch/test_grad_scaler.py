@@ -434,7 +434,7 @@ def test_lightnings_way_of_stepping():
         finite(scaler, w)
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             scaler.unscale_(optimizer)
-        scaler.step(optimizer, **{})
+        scaler.step(optimizer)
         scaler.update()
         assert w.item() == 0.5
 

@@ -120,7 +120,9 @@ def test_a_rule_covers_what_is_inside_and_wins_over_norms():
     with mp.autocast():
         model(torch.randn(4, 6))
     assert inside == [(torch.float32, torch.float32)]
-    assert "forward" in model.body.__dict__ and "forward" not in model.body[0].__dict__  # one island, at the top
+    with mp.autocast():
+        model.body[0](torch.randn(4, 6).bfloat16())  # past its parent
+    assert inside[1][1] is torch.float32
 
     low = PrecisionPolicy(compute_dtype="bfloat16", rules=(Rule(module="norm1", dtype="bfloat16"),))
     mp, model = bind(low), Net()
@@ -294,3 +296,46 @@ def test_several_optimizers_and_wrapped_ones():
     )
     assert mp.prepare(model, [a, b]) == (model, [a, b])
     assert mp.policy.loss_scale == LossScale(mode="dynamic", initial=8.0)
+
+
+def test_a_rule_for_a_container_reaches_what_is_in_it():
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+        def forward(self, x):
+            return self.layers[1](self.layers[0](x))
+
+    mp, model = (
+        bind(PrecisionPolicy(compute_dtype="bfloat16", rules=(Rule(module="layers", dtype="float32"),))),
+        Stack(),
+    )
+    mp.prepare(model, trained(model))
+    seen = []
+    model.layers[0].register_forward_hook(lambda m, a, out: seen.append(out.dtype))
+    with mp.autocast():
+        model(torch.randn(2, 4))
+    assert seen == [torch.float32]
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    mp, model = bind("bfloat16"), Net()
+    _, optimizer = mp.prepare(model, trained(model), master_weights=True)
+    for other in (trained(Net()), copy.deepcopy(optimizer)):
+        with pytest.raises(PolicyError, match="none of the model's parameters"):
+            mp.prepare(model, other, master_weights=True)
+
+
+def test_methods_of_modules_may_be_marked():
+    mp = bind("mixed_bfloat16")
+
+    class Marked(nn.Module):
+        @mp.op("softmax")
+        def probabilities(self, x):
+            assert isinstance(self, Marked)
+            return x.softmax(-1)
+
+        forward = mp.island("float32")(lambda self, x: self.probabilities(x) @ x.T)
+
+    assert Marked()(torch.randn(2, 2).bfloat16()).dtype is torch.float32
