@@ -55,7 +55,7 @@ def test_static_scale(adapter, form):
     assert adapter.trajectory(config, pattern, form) == plain(config, pattern)
 
 
-@pytest.mark.parametrize(("saver", "loader"), itertools.product(BACKENDS, BACKENDS))
+@pytest.mark.parametrize(("saver", "loader"), list(itertools.product(BACKENDS, BACKENDS)))
 def test_a_state_saved_anywhere_resumes_anywhere(adapters, saver, loader):
     config = LossScale(mode="dynamic", growth_interval=4, hysteresis=2, growth_factor=1.5, backoff_factor=0.7)
     pattern = [bool(f) for f in np.random.default_rng(3).random(2 * STEPS) < 0.7]
