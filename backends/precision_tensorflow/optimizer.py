@@ -6,7 +6,7 @@ It wraps any Keras optimizer. Everything it remembers is an optimizer variable, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -17,6 +17,7 @@ from precision.loss_scale import LossScale, LossScaleState, next_state, state_fr
 from precision_tensorflow.graphs import plain
 from precision_tensorflow.guard import active_guards
 from precision_tensorflow.masters import MasterWeights
+from precision_tensorflow.replicas import branch, refuse_replicas
 from precision_tensorflow.scaler import TensorFlowLossScaler, scale_loss, unscale
 
 _CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
@@ -137,7 +138,7 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self._config.mode == "none":
             self._take(grads, variables)
             return
-        _refuse_replicas()
+        refuse_replicas()
         if not self._loss_was_scaled:
             raise LossScaleError(
                 "gradients were applied but no loss was scaled: they would be divided by a scale they were never "
@@ -150,16 +151,15 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         ]
         unscaled, finite = unscale(self._config, checked, state.scale)
         if self.global_clipnorm or self.inner_optimizer.global_clipnorm:
-            finite = finite & tf.math.is_finite(
-                tf.linalg.global_norm(unscaled)
-            )  # else Keras's clipping makes NaN of it
+            # Keras's clipping makes NaN of gradients whose norm is infinite.
+            finite = finite & tf.math.is_finite(tf.linalg.global_norm(unscaled))
         ready = [g if new is None else new for g, new in zip(grads, unscaled, strict=True)]
 
         def skip() -> None:
             for guard in guards:
                 guard.restore()
 
-        _branch(finite, self._take, (ready, variables), skip)
+        branch(finite, self._take, (ready, variables), skip)
         self._assign_state(next_state(self._config, state, finite, tf))
         self._check_now_and_then()
 
@@ -180,11 +180,13 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """What Keras calls at the end of ``fit``: EMA's last overwrite, and the check on consecutive skips."""
-        if self._masters is None:
-            self.inner_optimizer.finalize_variable_values(var_list)
+        variables = list(var_list)
+        if self._masters is None or not self._masters.kept:
+            self.inner_optimizer.finalize_variable_values(variables)
         else:
-            self.inner_optimizer.finalize_variable_values(self._masters.of(list(var_list)))
-            self._masters.write_back(list(var_list))
+            self._masters.read_in(variables)
+            self.inner_optimizer.finalize_variable_values(self._masters.of(variables))
+            self._masters.write_back(variables)
         self.check()
 
     def get_config(self) -> dict[str, Any]:
@@ -298,27 +300,3 @@ def native_state(optimizer: keras.optimizers.LossScaleOptimizer) -> dict[str, fl
         "dynamic_scale": float(optimizer.dynamic_scale.numpy()),
         "step_counter": int(optimizer.step_counter.numpy()),
     }
-
-
-def _branch(finite: Any, take: Callable[..., None], args: tuple[Any, ...], skip: Callable[[], None]) -> None:
-    """Take or skip. A strategy that merges replicas to update its variables cannot do so inside a branch: there the
-    branch itself is entered across replicas, as Keras's own optimizer does."""
-    context = tf.distribute.get_replica_context()
-    if context is None or tf.__internal__.distribute.strategy_supports_no_merge_call():
-        tf.cond(finite, lambda: take(*args), skip)
-        return
-
-    def across(strategy: Any, flags: Any, merged: tuple[Any, ...]) -> None:
-        agreed = strategy.experimental_local_results(flags)[0]  # one replica, see _refuse_replicas
-        tf.cond(agreed, lambda: strategy.extended.call_for_each_replica(take, args=merged), skip)
-
-    context.merge_call(across, args=(finite, args))
-
-
-def _refuse_replicas() -> None:
-    replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    if replicas > 1:
-        raise UnsupportedError(
-            f"loss scaling over {replicas} tf.distribute replicas: an overflow on one must be seen by all, which this "
-            "release does not do. Train on one replica, or with loss_scale.mode = 'none'."
-        )

@@ -320,3 +320,12 @@ def test_eager_loops_stop_after_too_many_skips_in_a_row():
     with pytest.raises(NonFiniteGradientsError, match=message):
         skip_for_ever()
     assert 3 < wrapped.state_dict()["consecutive_skips"] <= 6  # looked at every third step only
+
+
+def test_the_end_of_fit_does_not_bring_old_master_weights_back():
+    wrapped = bind("bfloat16").optimizer(keras.optimizers.SGD(1.0), master_weights=True)
+    v = keras.Variable([1.0], dtype="bfloat16")
+    apply(wrapped, [v], [np.array([0.5], np.float32)])
+    v.assign([8.0])  # weights loaded after the last step
+    wrapped.finalize_variable_values([v])
+    assert values([v])[0].tolist() == [8.0]
