@@ -142,8 +142,9 @@ class TestPureBfloat16WithAdam:
         tx = optax.adam(1e-3)
         w = jnp.ones(2, jnp.bfloat16)
         state = tx.init(w)
+        step = jax.jit(lambda w, state: self.native_step(tx, w, state))
         for _ in range(self.STEPS):
-            w, state = self.native_step(tx, w, state)
+            w, state = step(w, state)
         assert state[0].nu.dtype == jnp.bfloat16
         assert (w == 1).all()
 
