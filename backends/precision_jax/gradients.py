@@ -56,7 +56,8 @@ def value_and_grad(
             return scaler.scale(loss, state), (cast_tree(loss, mp.policy.output_dtype), aux)
 
         every = tuple(range(len(nums)))
-        (_, (loss, aux)), grads = jax.value_and_grad(scaled, argnums=every, has_aux=True)(*(d for d, _ in pairs))
+        diff = [d if axis_name is None else _per_replica(d, axis_name) for d, _ in pairs]
+        (_, (loss, aux)), grads = jax.value_and_grad(scaled, argnums=every, has_aux=True)(*diff)
         if axis_name is not None:
             grads = _mean(grads, axis_name, mp.reduce_dtype)
             loss = jax.lax.pmean(loss, axis_name)
@@ -96,6 +97,18 @@ def _partition(tree: Any) -> tuple[Any, Any]:
 
 def _combine(left: Any, right: Any) -> Any:
     return jax.tree.map(lambda a, b: b if a is None else a, left, right, is_leaf=lambda node: node is None)
+
+
+def _per_replica(tree: Any, axis_name: str) -> Any:
+    """The same values, which ``shard_map`` takes to differ between replicas.
+
+    Otherwise it sums the gradients of replicated parameters itself, in the compute dtype, and the mean that follows changes
+    nothing: they come out as many times too large as there are replicas.
+    """
+    if axis_name not in jax.sharding.get_abstract_mesh().manual_axes:
+        return tree
+    always = jax.lax.axis_index(axis_name) >= 0
+    return jax.tree.map(lambda leaf: jnp.where(always, leaf, leaf), tree)
 
 
 def _mean(grads: Any, axis_name: str, reduce_dtype: Any) -> Any:

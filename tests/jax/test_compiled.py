@@ -1,5 +1,8 @@
 """One trace for a whole run, and everything inside jit, scan, vmap, remat and with donated buffers."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -148,6 +151,40 @@ def test_pmap_like_replicas_step_or_skip_together():
     assert finite.tolist() == [False] * 4
     assert (weights == 1).all()
     assert scales.tolist() == [512.0] * 4
+
+
+FOUR_DEVICES = """
+import jax, jax.numpy as jnp, optax, precision
+from jax.sharding import PartitionSpec as P
+jax.config.update("jax_num_cpu_devices", 4)
+policy = precision.PrecisionPolicy(loss_scale=precision.LossScale(mode="dynamic", initial=8.0))
+mp = precision.bind(policy, backend="jax")
+opt = mp.optimizer(optax.sgd(1.0))
+grad = mp.value_and_grad(lambda w, x: (w * x).mean(), axis_name="d")
+
+def step(w, state, x):
+    loss, grads = grad(w, x, loss_scale=state.loss_scale)
+    updates, state = opt.update(grads, state, w)
+    return loss, grads, optax.apply_updates(w, updates), state.finite
+
+mesh = jax.make_mesh((4,), ("d",))
+with jax.set_mesh(mesh):
+    for x in ([1.0, 2.0, 3.0, 4.0], [1.0, jnp.inf, 3.0, 4.0]):
+        x = jax.reshard(jnp.asarray(x), P("d"))
+        w, state = jax.tree.map(lambda a: jax.reshard(a, P()), (jnp.float32(2.0), opt.init(jnp.float32(2.0))))
+        for check in (True, False):
+            run = jax.shard_map(step, in_specs=(P(), P(), P("d")), out_specs=P(), check_vma=check)
+            print([float(v) for v in jax.jit(run)(w, state, x)])
+"""
+
+
+def test_shard_map_averages_once_and_skips_everywhere():
+    """With check_vma, shard_map sums gradients of replicated parameters itself: averaged after that they are 4 times too large."""
+    done = subprocess.run([sys.executable, "-c", FOUR_DEVICES], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    assert lines[:2] == ["[5.0, 2.5, -0.5, 1.0]"] * 2
+    assert lines[2:] == ["[inf, inf, 2.0, 0.0]"] * 2
 
 
 def test_the_policy_is_a_static_argument():
