@@ -120,8 +120,9 @@ def _serve(pipe: Connection, name: str, log: str) -> None:
     # What frameworks print while they load and compile goes to a file: it would break the progress bar.
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    if name in ("tensorflow", "tf", "keras"):
-        os.environ["KERAS_BACKEND"] = "tensorflow"  # this process is ours alone
+    # This process is ours alone. XLA may keep float32 where a program rounds; parity is about the program's numbers.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_allow_excess_precision=false".strip()
+    os.environ["KERAS_BACKEND"] = "tensorflow"
     try:
         from precision.registry import get_backend
 
