@@ -25,6 +25,9 @@ from precision_torch.tree import map_tensors
 from precision_torch.unscaling import combine, reciprocal, unscale_in_place, widened
 
 
+_HOST_OPS = HostOps()
+
+
 class PrecisionGradScaler(torch.amp.GradScaler):
     """A gradient scaler with floors, caps, hysteresis, and one update an iteration for any number of optimizers.
 
@@ -249,9 +252,9 @@ class PrecisionGradScaler(torch.amp.GradScaler):
             if not flags:
                 raise LossScaleError("update() before any step(optimizer) or unscale_(optimizer) in this iteration.")
             found = combine(flags, self._state.scale.device)
-            self._advance(found)
             known = [state.get("skipped") for state in states]
             host = None if None in known else any(known)
+            self._advance(found, host)
             if host is not False and self.config.mode == "dynamic":
                 self._scale_floor = max(self._scale_floor * self.config.backoff_factor, self.config.minimum)
             for guard in _guards(states):
@@ -259,15 +262,16 @@ class PrecisionGradScaler(torch.amp.GradScaler):
         self._begin()
         self._check_skips()
 
-    def _advance(self, found: torch.Tensor) -> None:
+    def _advance(self, found: torch.Tensor, skipped: bool | None) -> None:
         """Move the state by the rule, in place and without reading it from a device.
 
         On the CPU the tensors' memory is at hand: NumPy scalars apply the rule to it, many times faster than torch.
         """
         if self._views is not None:
-            scalars = LossScaleState(*(view[()] for view in self._views))
+            finite = not skipped if skipped is not None else found.numpy()[()] == 0
+            scalars = LossScaleState._make([view[()] for view in self._views])
             with np.errstate(over="ignore"):  # a growth factor that overflows before the maximum cuts it
-                moved = next_state(self.config, scalars, found.numpy()[()] == 0, HostOps())
+                moved = next_state(self._scaler.config, scalars, finite, _HOST_OPS)
             for view, value in zip(self._views, moved, strict=True):
                 view[...] = value
             return

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 import torch
 
+from precision.errors import LossScaleError
+
 
 def reciprocal(scale: torch.Tensor) -> torch.Tensor:
     """``1 / scale`` rounded once to float32, as ``torch.amp.GradScaler`` takes it (through float64)."""
@@ -45,9 +47,8 @@ def unscale_in_place(
     for (device, _), group in groups.items():
         if device not in found:
             found[device] = torch.zeros((), dtype=torch.float32, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(
-            group, found[device], inverse.to(device=device, non_blocking=True)
-        )
+        here = inverse if inverse.device == device else inverse.to(device=device, non_blocking=True)
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found[device], here)
         if check_result:
             one = torch.ones((), dtype=torch.float32, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(group, found[device], one)
@@ -56,7 +57,11 @@ def unscale_in_place(
 
 def combine(flags: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The maximum of float32 flags, on a device."""
-    first, *rest = [flag.to(device=device, non_blocking=True) for flag in flags]
-    for flag in rest:
-        first = torch.maximum(first, flag)
-    return first
+    found = None
+    for flag in flags:
+        if flag.device != device:
+            flag = flag.to(device=device, non_blocking=True)
+        found = flag if found is None else torch.maximum(found, flag)
+    if found is None:
+        raise LossScaleError("there are no flags to combine: no gradient was looked at.")
+    return found
