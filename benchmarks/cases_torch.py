@@ -47,7 +47,7 @@ class Mean(nn.Module):
 
 def mlp() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(
-        nn.Linear(64, 256), nn.LayerNorm(256), nn.ReLU(), nn.Linear(256, 256), nn.LayerNorm(256), nn.ReLU(), nn.Linear(256, 10)
+        nn.Linear(64, 512), nn.LayerNorm(512), nn.ReLU(), nn.Linear(512, 512), nn.LayerNorm(512), nn.ReLU(), nn.Linear(512, 10)
     ), torch.randn(BATCH, 64)  # fmt: skip
 
 

@@ -19,7 +19,6 @@ from precision_torch.loss_scaler import TorchLossScaler
 from precision_torch.optimizer import ScaledOptimizer
 from precision_torch.prepare import prepare
 from precision_torch.skipped_state import Which
-from precision_torch.step_result import StepResult
 from precision_torch.tree import cast_tree, map_tensors
 
 if TYPE_CHECKING:
@@ -207,8 +206,11 @@ class TorchPolicy(BoundPolicy):
 
     def backward(self, *losses: torch.Tensor, **kwargs: Any) -> None:
         """Backward on the scaled loss, or on several at once. ``kwargs`` go to ``torch.autograd.backward``."""
-        scaled = [self.scaler.scale(loss) for loss in losses]
-        torch.autograd.backward(scaled, **kwargs)
+        scaler = self.scaler
+        if len(losses) == 1:
+            torch.autograd.backward(scaler.scale(losses[0]), **kwargs)
+        else:
+            torch.autograd.backward([scaler.scale(loss) for loss in losses], **kwargs)
 
     def step(
         self,
@@ -231,19 +233,18 @@ class TorchPolicy(BoundPolicy):
         Raises:
             LossScaleError: no loss was scaled since the last update, or an optimizer stepped twice.
         """
-        require_clip(clip_norm, clip_value)
         if not optimizers:
             raise PolicyError("mp.step takes the optimizers of this iteration: mp.step(optimizer).")
         scaler = self.scaler
-        natives = [getattr(each, "_precision_inner", each) for each in optimizers]
         if clip_norm is not None or clip_value is not None:
-            for optimizer in natives:
+            require_clip(clip_norm, clip_value)
+            for optimizer in optimizers:
                 scaler.unscale_(optimizer)
-                clip(optimizer, clip_norm, clip_value)
-        results: tuple[StepResult, ...] = tuple(scaler.step(optimizer) for optimizer in natives)
+                clip(getattr(optimizer, "_precision_inner", optimizer), clip_norm, clip_value)
+        results = [scaler.step(optimizer) for optimizer in optimizers]
         if update:
             scaler.update()
-        return results[0] if len(results) == 1 else results
+        return results[0] if len(results) == 1 else tuple(results)
 
     def optimizer(
         self,

@@ -69,7 +69,7 @@ class PrecisionGradScaler(ScalerState):
         if not self._enabled:
             return
         optimizer = _native(optimizer)
-        state = self._per_optimizer_states[id(optimizer)]
+        state = self._state_of(optimizer)
         if state["stage"] is OptState.UNSCALED:
             raise LossScaleError("unscale_() was already called for this optimizer since the last update().")
         if state["stage"] is OptState.STEPPED:
@@ -79,6 +79,12 @@ class PrecisionGradScaler(ScalerState):
         state["found_inf_per_device"] = self._unscale_grads_(optimizer, inverse, torch.empty(0), False)
         state["guards"] = attachments(optimizer).guards
         state["stage"] = OptState.UNSCALED
+
+    def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """What is noted of an optimizer in this iteration. Holds it, so that no other can get its id meanwhile."""
+        state: dict[str, Any] = self._per_optimizer_states[id(optimizer)]
+        state["optimizer"] = optimizer
+        return state
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
@@ -122,7 +128,7 @@ class PrecisionGradScaler(ScalerState):
                 "closures are not supported with loss scaling: the loss inside would not be scaled. Use bfloat16 with "
                 "loss_scale.mode 'none' for optimizers that need one, such as LBFGS."
             )
-        state = self._per_optimizer_states[id(optimizer)]
+        state = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise LossScaleError("step() was already called for this optimizer since the last update().")
         self._require_scaled("step()")
@@ -188,8 +194,11 @@ class PrecisionGradScaler(ScalerState):
             self._advance(found, host)
             if host is not False and self.config.mode == "dynamic":
                 self._scale_floor = max(self._scale_floor * self.config.backoff_factor, self.config.minimum)
-            for guard in _guards(states):
-                guard.settle(found == 0, host)
+            guards = _guards(states)
+            if guards:
+                finite = found == 0
+                for guard in guards:
+                    guard.settle(finite, host)
         self._begin()
         self._check_skips()
 
@@ -202,7 +211,7 @@ class PrecisionGradScaler(ScalerState):
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:  # type: ignore[override]
         one = torch.ones((), dtype=torch.float32, device=self._state.scale.device)
-        state = self._per_optimizer_states[id(_native(optimizer))]
+        state = self._state_of(_native(optimizer))
         state["found_inf_per_device"] = self._unscale_grads_(_native(optimizer), one, torch.empty(0), True)
         found: dict[torch.device, torch.Tensor] = state["found_inf_per_device"]
         return found
@@ -214,6 +223,8 @@ def _native(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _guards(states: list[dict[str, Any]]) -> list[SkippedState]:
+    if not any(state.get("guards") for state in states):
+        return []
     unique = {id(guard): guard for state in states for guard in state.get("guards", ())}
     return list(unique.values())
 

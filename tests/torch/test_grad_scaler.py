@@ -446,3 +446,13 @@ def test_native_code_that_reads_the_found_flags():
     scaler.unscale_(optimizer)
     assert [v.item() for v in scaler._found_inf_per_device(optimizer).values()] == [1.0]
     assert scaler.step(optimizer).skipped
+
+
+def test_an_optimizer_that_is_gone_is_not_mistaken_for_another():
+    """States are kept by id, as the native scaler keeps them; a freed optimizer's id goes to the next one made."""
+    scaler, ws = bind("float32", initial=8.0).grad_scaler(), [weight(1.0) for _ in range(8)]
+    scaler.scale(sum(w.sum() for w in ws)).backward()
+    for w in ws:
+        assert scaler.step(sgd(w)).taken
+    scaler.update()
+    assert [w.item() for w in ws] == [0.5] * 8
