@@ -42,7 +42,7 @@ help:  ## what can be made
 	@echo "PYTEST_ARGS goes to pytest: make test PYTEST_ARGS='tests/core -x'; DEMO_ARGS to the demo."
 
 demo: install  ## train the same models in all three frameworks from one precision.toml, and compare
-	@$(BIN)/precision demo $(DEMO_ARGS)
+	@$(BIN)/precision demo --config examples/precision.toml $(DEMO_ARGS)
 
 test: install  ## run the tests
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from precision.demo import DemoResult
@@ -49,6 +50,11 @@ def show_demo(console: Console, result: DemoResult, name: str) -> None:
         "itself with its sums in another order, so what rounding alone does.",
         style="dim",
     )
+    if any(row.step_ratio > 1.2 for row in result.rows):
+        console.print(
+            "A time above 1 means that low precision does not pay here; precision backends says what this device can do.",
+            style="yellow",
+        )
     for policy, tier in result.decisions.items():
         console.print(f"{policy}: {tier.checked} dtype decisions equal on all backends: {verdict(tier.passed)}")
     problems = [f for tier in (*result.decisions.values(), *result.training.values()) for f in tier.failures]
@@ -85,7 +91,7 @@ def show_backends(console: Console, found: Sequence[dict[str, Any]]) -> None:
     table = new_table("Backends", "name", "also called", "origin", "versions or problem")
     for entry in found:
         versions = ", ".join(f"{name} {version}" for name, version in entry["versions"].items())
-        problem = f"[red]{entry['problem']}[/]" if entry["problem"] else versions
+        problem = f"[red]{escape(entry['problem'])}[/]" if entry["problem"] else versions
         table.add_row(entry["name"], ", ".join(entry["aliases"]), entry["origin"], problem)
     console.print(table)
     rows = [(entry["name"], c) for entry in found for c in entry["capabilities"]]
@@ -94,7 +100,7 @@ def show_backends(console: Console, found: Sequence[dict[str, Any]]) -> None:
         colour = {"native": "green", "slow": "yellow", "storage": "yellow", "none": "red"}
         for name, c in rows:
             support = f"[{colour[c['support']]}]{c['support']}[/]"
-            devices.add_row(name, c["device"], c["dtype"], support, c["reason"])
+            devices.add_row(name, c["device"], c["dtype"], support, escape(c["reason"]))
         console.print(devices)
 
 

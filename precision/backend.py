@@ -158,6 +158,17 @@ def require_supported(policy: PrecisionPolicy, capabilities: Iterable[Capability
             )
 
 
+def warn_idle_reduce(policy: PrecisionPolicy) -> None:
+    """Warn that a reduce dtype other than float32 has no effect in a backend that reduces over no replicas."""
+    if policy.reduce_dtype != "float32":
+        warnings.warn(
+            f"reduce_dtype {policy.reduce_dtype} has no effect here: on one device gradients accumulate in the dtype of "
+            "the parameters (float32 with master weights).",
+            PrecisionWarning,
+            stacklevel=4,
+        )
+
+
 def warn_unmatched(policy: PrecisionPolicy, paths: Iterable[str], what: str) -> None:
     """Warn of module rules that cover none of the given module or parameter paths (usually a misspelt pattern)."""
     known = list(paths)

@@ -174,8 +174,8 @@ def _demo_policies(config: str | None) -> tuple[str, dict[str, Any]]:
     from precision.names import PRESETS
 
     if config is None:
-        text = importlib.resources.files("precision").joinpath("demo.toml").read_text(encoding="utf-8")
-        name, policy = "demo.toml", policy_from_text(text, "toml", "demo.toml")
+        text = importlib.resources.files("precision").joinpath("precision.toml").read_text(encoding="utf-8")
+        name, policy = "precision.toml", policy_from_text(text, "toml", "precision.toml")
     else:
         name, policy = Path(config).name, resolve_policy(config)
     half = policy.loss_scale if policy.loss_scale.mode != "none" else PRESETS["mixed_float16"].loss_scale

@@ -93,9 +93,15 @@ def policy_from_dict(data: Mapping[str, Any]) -> PrecisionPolicy:
             fields["rules"] = tuple(_build(Rule, rule, f"rules.{i}", problems) for i, rule in enumerate(rules))
         else:
             problems.append(("rules", "must be a list of tables, each with module or family, and dtype"))
-    if problems:
-        raise PolicyError("; ".join(f"{key}: {message}" for key, message in problems), problems)
-    return PrecisionPolicy(**{**base, **fields})
+    if not problems:
+        return PrecisionPolicy(**{**base, **fields})
+    try:  # tell what else is wrong, in the fields that could be read
+        PrecisionPolicy(
+            **{**base, **{name: value for name, value in fields.items() if name not in ("loss_scale", "rules")}}
+        )
+    except PolicyError as error:
+        problems += error.problems
+    raise PolicyError("; ".join(f"{key}: {message}" for key, message in problems), problems)
 
 
 def _build(cls: type[Any], value: Any, key: str, problems: list[tuple[str, str]]) -> Any:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from precision.backend import Backend
 from precision.loss_scale import LossScale
 from precision.parity.adapter import Array, OpResult, ParityAdapter, TrainResult, TrainSpec
-from precision.parity.models import is_statistic
+from precision.parity.models import initial_weights, is_statistic
 from precision.policy import PrecisionPolicy
 from precision_tensorflow.bound import TensorFlowPolicy
 from precision_tensorflow.parity_models import Model, conv2d, cross_entropy, layer_norm
@@ -96,18 +96,31 @@ class TensorFlowParity(ParityAdapter):
         return (_neutral if form == "neutral" else _native)(mp, factors, start)
 
     def train(self, spec: TrainSpec) -> TrainResult:
-        mp = self._bind(spec.policy)
-        start = mp.cast_to_param({name: tf.constant(array) for name, array in spec.weights.items()})
-        weights = {
-            name: tf.Variable(spec.weights[name] if is_statistic(name) else value, trainable=not is_statistic(name))
-            for name, value in start.items()
-        }
-        trained = [weight for name, weight in weights.items() if not is_statistic(name)]
-        statistics = [weight for name, weight in weights.items() if is_statistic(name)]
-        model = Model(spec.model, mp, weights)
-        sgd = keras.optimizers.SGD(spec.learning_rate, momentum=spec.momentum)
-        optimizer = mp.optimizer(sgd, master_weights=True)
+        return self._training(spec.model, spec.policy, spec.learning_rate, spec.momentum).run(spec)
+
+    @functools.lru_cache(maxsize=32)  # noqa: B019 - one adapter a process; it keeps what it compiled
+    def _training(self, model: str, policy: PrecisionPolicy, learning_rate: float, momentum: float) -> Training:
+        return Training(self._bind(policy), model, learning_rate, momentum)
+
+
+class Training:
+    """A model, its optimizer and its compiled step, used again for every run that differs in numbers only.
+
+    The step is compiled by XLA, as Keras's ``fit`` does unless told otherwise. (TensorFlow's own bfloat16 matmul on CPUs
+    without bfloat16 arithmetic truncates instead of rounding to nearest; XLA's rounds.)
+    """
+
+    def __init__(self, mp: TensorFlowPolicy, name: str, learning_rate: float, momentum: float) -> None:
+        self._mp = mp
+        start = self._start(initial_weights(name))
+        self._weights = {n: tf.Variable(value, trainable=not is_statistic(n)) for n, value in start.items()}
+        trained = [weight for name, weight in self._weights.items() if not is_statistic(name)]
+        statistics = [weight for name, weight in self._weights.items() if is_statistic(name)]
+        model = Model(name, mp, self._weights)
+        sgd = keras.optimizers.SGD(learning_rate, momentum=momentum)
+        self._optimizer = optimizer = mp.optimizer(sgd, master_weights=True)
         optimizer.build(trained)
+        self._fresh = [np.array(variable) for variable in optimizer.variables]
 
         @tf.function(jit_compile=True)
         def step(x: Any, labels: Any, poison: Any) -> Any:
@@ -122,19 +135,32 @@ class TensorFlowParity(ParityAdapter):
         def predict(x: Any) -> Any:
             return tf.argmax(model.logits(x, training=False), -1)
 
+        self._step, self._predict = step, predict
+
+    def _start(self, weights: dict[str, Array]) -> dict[str, Any]:
+        cast = self._mp.cast_to_param({name: tf.constant(array) for name, array in weights.items()})
+        return {name: tf.constant(weights[name]) if is_statistic(name) else value for name, value in cast.items()}
+
+    def run(self, spec: TrainSpec) -> TrainResult:
+        """Begin anew from the spec's weights and train."""
+        optimizer = self._optimizer
+        for name, value in self._start(spec.weights).items():
+            self._weights[name].assign(value)
+        for variable, value in zip(optimizer.variables, self._fresh, strict=True):
+            variable.assign(value)
         losses, scales, skipped, seconds = [], [], [], []
         for x, labels, poison in zip(spec.inputs, spec.labels, spec.poison, strict=True):
             scales.append(float(optimizer.state_dict()["scale"]))
             batch = tf.constant(x), tf.constant(labels), tf.constant(poison)
             begin = time.perf_counter()
-            loss = float(step(*batch))
+            loss = float(self._step(*batch))
             seconds.append(time.perf_counter() - begin)
             losses.append(loss)
             skipped.append(optimizer.state_dict()["consecutive_skips"] > 0)
-        hits = predict(tf.constant(spec.eval_inputs)).numpy() == spec.eval_labels
+        hits = self._predict(tf.constant(spec.eval_inputs)).numpy() == spec.eval_labels
         return TrainResult(
             losses=losses, scales=scales, skipped=skipped, accuracy=float(np.mean(hits)), state=optimizer.state_dict(),
-            step_seconds=seconds, weights={n: tf.cast(w, tf.float32).numpy() for n, w in weights.items()},
+            step_seconds=seconds, weights={n: tf.cast(w, tf.float32).numpy() for n, w in self._weights.items()},
         )  # fmt: skip
 
 

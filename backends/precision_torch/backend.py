@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from precision.backend import Backend, Capability, require_supported
+from precision.backend import Backend, Capability, require_supported, warn_idle_reduce
 from precision.policy import PrecisionPolicy
 from precision_torch.bound import TorchPolicy
 from precision_torch.capabilities import capabilities_of, resolve_device, visible_devices
@@ -35,6 +35,7 @@ class TorchBackend(Backend):
         """
         where = resolve_device(device)
         require_supported(policy, capabilities_of(where), str(where))
+        warn_idle_reduce(policy)
         return TorchPolicy(policy, self, where)
 
     def versions(self) -> dict[str, str]:

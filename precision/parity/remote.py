@@ -123,6 +123,8 @@ def _serve(pipe: Connection, name: str, log: str) -> None:
     # This process is ours alone. XLA may keep float32 where a program rounds; parity is about the program's numbers.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_allow_excess_precision=false".strip()
     os.environ["KERAS_BACKEND"] = "tensorflow"
+    # The suite's models are tiny: threads would spend their time waiting for each other.
+    os.environ["OMP_NUM_THREADS"] = "1"
     try:
         from precision.registry import get_backend
 

@@ -1,9 +1,12 @@
 """The command, as a user runs it: what it prints, its JSON, its exit status and its errors."""
 
+import importlib.metadata
+import importlib.resources
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +61,11 @@ def test_errors_are_one_message_and_status_2(tmp_path):
     assert "unknown backend 'touch'" in command("demo", "-b", "touch", ok=False).stderr
 
 
+def test_the_demo_s_file_is_the_examples_file():
+    ours = importlib.resources.files("precision").joinpath("precision.toml").read_text()
+    assert (Path(__file__).parents[2] / "examples" / "precision.toml").read_text() == ours
+
+
 def test_version_and_help():
     assert command("--version").stdout.strip() == __import__("precision").__version__
     text = command("--help").stdout
@@ -70,9 +78,7 @@ def test_backends_tells_versions_devices_and_reasons():
     for name, framework in (("torch", "torch"), ("tensorflow", "tensorflow"), ("jax", "jax")):
         entry = told[name]
         assert entry["installed"] and entry["problem"] is None
-        assert (
-            entry["versions"][framework] == __import__("importlib.metadata").metadata.version(framework).split("+")[0]
-        )
+        assert entry["versions"][framework] == importlib.metadata.version(framework)
         assert {c["dtype"] for c in entry["capabilities"]} >= {"float32", "float16", "bfloat16"}
         assert all(c["reason"] and c["support"] in ("native", "slow", "storage", "none") for c in entry["capabilities"])
     assert "keras" in command("backends").stdout

@@ -143,6 +143,14 @@ def test_two_faults_are_both_told():
     assert "f.toml:3: loss_scale.initial" in str(error.value) and "f.toml:4: loss_scale.hysteresis" in str(error.value)
 
 
+def test_faults_in_a_table_do_not_hide_those_beside_it():
+    with pytest.raises(ConfigError) as error:
+        policy_from_text("compute_dtyp = 'f16'\n[loss_scale]\nmode = 'dynamic'\ninitial = -1.0\n", "toml", "f.toml")
+    assert "f.toml:1: compute_dtyp: unknown key" in str(error.value) and "f.toml:4: loss_scale.initial" in str(
+        error.value
+    )
+
+
 def test_files_that_are_not_there_or_of_no_known_kind(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.toml: cannot be read"):
         PrecisionPolicy.from_file(tmp_path / "none.toml")

@@ -60,7 +60,7 @@ def test_one_step_in_bfloat16_gives_the_same_gradient(adapters, model):
     gaps = [np.linalg.norm(a - b) for a, b in itertools.combinations(low, 2)]
     print(f"\n{model}: gaps / rounding = {[f'{gap / rounding:.1e}' for gap in gaps]}")
     assert rounding > 1e-4 * np.linalg.norm(exact)
-    assert max(gaps) < 0.25 * rounding
+    assert max(gaps) < 0.5 * rounding
 
 
 @pytest.mark.parametrize("model", MODELS)

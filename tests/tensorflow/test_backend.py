@@ -131,3 +131,9 @@ def test_strategies_with_one_replica_train_and_skip(make):
     model.fit(np.full_like(x, np.inf), y, batch_size=8, verbose=0)
     assert equal(before, values(model.weights))
     assert (model.optimizer.state_dict()["skipped"], int(model.optimizer.iterations.numpy())) == (2, 2)
+
+
+def test_a_reduce_dtype_that_has_no_effect_is_said():
+    with pytest.warns(precision.PrecisionWarning, match="reduce_dtype bfloat16 has no effect here") as caught:
+        precision.bind(precision.PrecisionPolicy(reduce_dtype="bfloat16"), backend="tensorflow")
+    assert caught[0].filename == __file__

@@ -140,3 +140,9 @@ def test_float16_training_without_a_loss_scale_is_refused_at_every_entry():
         with pytest.raises(PolicyError, match=r"float16.*loss_scale"):
             enter()
     assert mp.autocast() is not None  # inference is fine
+
+
+def test_a_reduce_dtype_that_has_no_effect_is_said():
+    with pytest.warns(precision.PrecisionWarning, match="reduce_dtype bfloat16 has no effect here") as caught:
+        precision.bind(precision.PrecisionPolicy(reduce_dtype="bfloat16"), backend="torch")
+    assert caught[0].filename == __file__
