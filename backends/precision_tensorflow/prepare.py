@@ -10,6 +10,7 @@ import keras
 
 from precision.errors import PolicyError, PrecisionWarning
 from precision.policy import PrecisionPolicy
+from precision_tensorflow.bias_gradients import warn_of_bias_gradients
 from precision_tensorflow.casts import cast_tree
 from precision_tensorflow.guard import guard_steps
 from precision_tensorflow.paths import unmatched
@@ -29,8 +30,8 @@ def prepare(policy: PrecisionPolicy, model: keras.Model, *, guard: bool = True) 
       returned model that is to be compiled. A model class of its own gets its ``call`` wrapped in place.
     * **Statistics.** With a loss scale that can skip steps, every training step (``fit``, ``train_on_batch``) puts
       BatchNorm statistics and other non-trainable state back when it is skipped.
-    * **Warnings.** A module rule that covers no layer, and a model without any layer in the compute dtype (one made
-      outside ``mp.scope()``), are warned of.
+    * **Warnings.** A module rule that covers no layer, a model without any layer in the compute dtype (one made outside
+      ``mp.scope()``), and layers whose bias gradient TensorFlow sums in bfloat16 on this device, are warned of.
 
     Wrapped calls and steps belong to the object, not to its file: prepare a loaded model again.
 
@@ -108,6 +109,7 @@ def _warn(policy: PrecisionPolicy, model: keras.Model) -> None:
         warnings.warn(
             f"rule {rule.module!r} matched nothing in the model's layers: {shown}", PrecisionWarning, stacklevel=4
         )
+    warn_of_bias_gradients(layers, stacklevel=4)
     computing = {layer.compute_dtype for layer in layers if layer.weights}
     if computing and policy.compute_dtype not in computing and not policy.module_rules:
         warnings.warn(

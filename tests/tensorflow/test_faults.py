@@ -1,5 +1,7 @@
 """Faults of Keras's own ``LossScaleOptimizer`` that show in one process: shown on it, and absent here."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -139,3 +141,33 @@ def test_steps_after_a_long_overflow_are_those_of_plain_training():
         apply(optimizer, [a], [good])
         bare.apply([tf.constant(good)], [b])
     assert np.array_equal(a.numpy(), b.numpy())
+
+
+def test_bias_gradients_that_tensorflow_sums_in_bfloat16_are_warned_of():
+    """4096 rows of ones: the gradient of a bias is 4096. TensorFlow's CPU kernel stops at 256, compiled by XLA or not."""
+    rows = np.ones((4096, 4), np.float32)
+    mp = bind("mixed_bfloat16", rules=[Rule(module="**norm*", dtype="float32")])
+
+    def gradient(model, weight):
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(tf.cast(model(rows), tf.float32))
+        return tape.gradient(total, weight.value).numpy()
+
+    with mp.scope():
+        dense = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="dense")])
+        without = keras.Sequential(
+            [keras.Input((4,)), keras.layers.Dense(3, use_bias=False), keras.layers.LayerNormalization(name="norm")]
+        )
+    native = gradient(dense, dense.layers[0].bias)
+    exact = bool((native == 4096).all())
+    assert exact or (native == 256).all()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mp.prepare(dense)
+        said = [str(w.message) for w in caught if "gradient of the bias" in str(w.message)]
+        assert [w for w in said if "dense" in w] == ([] if exact else said) and bool(said) is not exact
+        assert all(w.filename == __file__ for w in caught if "gradient of the bias" in str(w.message))
+        caught.clear()
+        mp.prepare(without)
+        assert not [w for w in caught if "gradient of the bias" in str(w.message)]
+    assert (gradient(without, without.layers[-1].beta) == 4096).all()
