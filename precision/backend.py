@@ -43,6 +43,22 @@ class BoundPolicy(abc.ABC):
     policy: PrecisionPolicy
     backend: Backend
     loss_scaler: LossScaler
+    _told_of_families = False
+
+    def _warn_of_families(self, instead: str) -> None:
+        """Warn, once, that rules for op families do not reach what the caller of this method's caller asked for.
+
+        Args:
+            instead: what it does instead, as the end of a sentence.
+        """
+        if self.policy.family_rules and not self._told_of_families:
+            self._told_of_families = True
+            names = ", ".join(sorted({str(rule.family) for rule in self.policy.family_rules}))
+            warnings.warn(
+                f"rules for op families ({names}) reach only functions marked with mp.op(family); {instead}.",
+                PrecisionWarning,
+                stacklevel=3,
+            )
 
     @abc.abstractmethod
     def autocast(self, *args: Any, **kwargs: Any) -> Any:

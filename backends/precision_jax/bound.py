@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,6 @@ import numpy as np
 import optax
 
 from precision.backend import BoundPolicy
-from precision.errors import PrecisionWarning
 from precision.formats import canonical_dtype
 from precision.policy import PrecisionPolicy
 from precision_jax import autocast as _autocast
@@ -55,7 +53,6 @@ class JaxPolicy(BoundPolicy):
         self.loss_scaler: JaxLossScaler = JaxLossScaler(policy.loss_scale)
         self.rules = RuleWatch(policy)
         self.casts_seen = 0
-        self._warned_families = False
 
     # ---- dtypes -------------------------------------------------------------------------------------------------
 
@@ -139,7 +136,7 @@ class JaxPolicy(BoundPolicy):
             bfloat16
             'float32'
         """
-        self._mention_families()
+        self._warn_of_families("mp.autocast casts at a function's boundary")
         region = _autocast.CastRegion(lambda f: _autocast.autocast(self, f, keep), "mp.autocast()")
         return region if fun is None else region(fun)
 
@@ -242,14 +239,3 @@ class JaxPolicy(BoundPolicy):
     def select(self, finite: Any, new: Any, old: Any) -> Any:
         """One tree or the other; see :func:`precision_jax.select`."""
         return select(finite, new, old)
-
-    def _mention_families(self) -> None:
-        if self.policy.family_rules and not self._warned_families:
-            self._warned_families = True
-            names = ", ".join(str(rule.family) for rule in self.policy.family_rules)
-            warnings.warn(
-                f"rules for op families ({names}) reach only functions marked with mp.op(family); mp.autocast casts at "
-                "a function's boundary.",
-                PrecisionWarning,
-                stacklevel=3,
-            )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 
 from precision.backend import Backend, BoundPolicy
-from precision.errors import PolicyError, PrecisionWarning
+from precision.errors import PolicyError
 from precision.formats import canonical_dtype
 from precision.policy import PrecisionPolicy
 from precision_tensorflow import casts
@@ -43,7 +42,6 @@ class TensorFlowPolicy(BoundPolicy):
         self.backend = backend
         self.device = device
         self.loss_scaler = TensorFlowLossScaler(policy.loss_scale)
-        self._warned_of_families = False
 
     # ---- layers --------------------------------------------------------------------------------------------------
 
@@ -53,7 +51,7 @@ class TensorFlowPolicy(BoundPolicy):
         Raises:
             UnsupportedError: Keras has no such pair of parameter and compute dtype.
         """
-        self._warn_of_families("keras_policy")
+        self._warn_of_families("Keras's policies go by layer")
         return keras_policy(self.policy)
 
     def scope(self) -> PolicyScope:
@@ -80,7 +78,7 @@ class TensorFlowPolicy(BoundPolicy):
         Casts happen at the function's boundary only. Variables that the function closes over keep their dtype (pass
         them in, or use layers, which follow their own policy).
         """
-        self._warn_of_families("autocast")
+        self._warn_of_families("mp.autocast casts at a function's boundary")
         return casts.autocast(self.policy, function)
 
     def op(self, family: str) -> Any:
@@ -136,14 +134,3 @@ class TensorFlowPolicy(BoundPolicy):
     def callback(self, every: int | None = None) -> LossScaleCallback:
         """A Keras callback that logs scale and skipped steps and raises after too many skips in a row."""
         return LossScaleCallback(every)
-
-    def _warn_of_families(self, what: str) -> None:
-        if self.policy.family_rules and not self._warned_of_families:
-            self._warned_of_families = True
-            names = ", ".join(str(rule.family) for rule in self.policy.family_rules)
-            warnings.warn(
-                f"the rules for op families ({names}) reach only functions marked with mp.op in this release; {what} "
-                "does not apply them.",
-                PrecisionWarning,
-                stacklevel=3,
-            )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from precision.backend import BoundPolicy
-from precision.errors import PolicyError, PrecisionWarning
+from precision.errors import PolicyError
 from precision.policy import PrecisionPolicy
 from precision_torch import regions
 from precision_torch.clipping import clip, require_clip
@@ -56,7 +55,6 @@ class TorchPolicy(BoundPolicy):
         self.output_dtype = TORCH[policy.output_dtype]
         self._device_type = device.type
         self._scaler: PrecisionGradScaler | None = None
-        self._warn_of_family_rules = bool(policy.family_rules)
 
     def __repr__(self) -> str:
         return f"TorchPolicy({self.policy!r}, device={str(self.device)!r})"
@@ -78,15 +76,7 @@ class TorchPolicy(BoundPolicy):
         Returns:
             A ``torch.autocast``; the decorated function if ``fn`` was given.
         """
-        if self._warn_of_family_rules:
-            self._warn_of_family_rules = False
-            families = ", ".join(sorted({str(rule.family) for rule in self.policy.family_rules}))
-            warnings.warn(
-                f"the policy's rules for op families ({families}) reach only functions marked with mp.op(family); "
-                "torch.autocast keeps its own lists.",
-                PrecisionWarning,
-                stacklevel=2,
-            )
+        self._warn_of_families("torch.autocast keeps its own lists")
         region = regions.autocast_on(self._device_type, self.compute_dtype, cache_enabled)
         return region if fn is None else region(fn)
 

@@ -26,7 +26,7 @@ def spec_for(model, preset, steps=100):
 @pytest.mark.parametrize("preset", ["float32", "mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("model", MODELS)
 def test_t4_training_agrees(adapters, model, preset):
-    result = tier_training(adapters, spec_for(model, preset), reorderings=2)
+    result = tier_training(adapters, spec_for(model, preset), reorderings=4)
     detail = result.detail
     print(
         f"\n{model} {preset}: gap {detail['gap']:.2g}, bar {detail['bar']:.2g}, gaps {detail['gaps']}, own {detail['own']}"
