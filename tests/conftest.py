@@ -8,7 +8,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", str(min(os.cpu_count() or 1, 4)))
 
+import contextlib
+
 from hypothesis import HealthCheck, settings
+
+# PyTorch loads triton late, and triton's native library crashes the process if TensorFlow's came first.
+with contextlib.suppress(ImportError):
+    import triton  # noqa: F401
 
 # No deadline: a first call that compiles is not a slow test. In CI every run draws the same examples.
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -14,6 +14,6 @@ def test_runs_and_learns(capsys):
     assert len(losses) == 5
     assert losses[-1] < 0.3 * losses[0]
     assert float(re.search(r"accuracy (\d\.\d+)", printed)[1]) > 0.88
-    assert "loss scale 1024" in printed and "skipped steps 0" in printed
+    assert "loss scale 131072" in printed and "skipped steps 0" in printed
     assert printed.splitlines()[-1] == "conv: bfloat16, norm: float32, head: bfloat16"
     assert names["mp"].policy.compute_dtype == "bfloat16"
