@@ -15,7 +15,7 @@ from typing import Any
 from precision.parity.adapter import TrainResult, TrainSpec
 from precision.parity.remote import PolicyOnly, RemoteAdapter
 from precision.parity.tiers import TierResult, tier_decisions
-from precision.parity.training import judge, reordered, train_spec
+from precision.parity.training import judge, overflow_steps, reordered, train_spec
 from precision.policy import PrecisionPolicy
 
 MODELS = ("mlp", "cnn", "transformer")
@@ -81,7 +81,6 @@ def run_demo(
     models: Sequence[str] = MODELS,
     steps: int = 100,
     batch_size: int = 32,
-    overflow_at: Sequence[int] = (30, 31, 60),
     reorderings: int = 2,
     progress: Callable[[str, int, int], None] = lambda text, done, total: None,
 ) -> DemoResult:
@@ -92,7 +91,6 @@ def run_demo(
         backends: names of installed backends.
         models: of :data:`precision.parity.MODELS`.
         steps, batch_size: of each run.
-        overflow_at: steps that overflow, where the policy scales the loss.
         reorderings: runs with reordered batches a model, backend and policy; they measure what rounding alone does.
         progress: called with what comes next and how many of how many runs are done.
     """
@@ -105,8 +103,7 @@ def run_demo(
     tiers: dict[str, TierResult] = {}
     for model in models:
         for name, policy in policies.items():
-            injected = overflow_at if policy.loss_scale.mode != "none" else ()
-            specs[name, model] = train_spec(model, policy, steps, batch_size, injected)
+            specs[name, model] = train_spec(model, policy, steps, batch_size, overflow_steps(policy, steps))
     with ExitStack() as stack:
         for backend in backends:
             progress(f"starting {backend}", done, total)

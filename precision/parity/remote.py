@@ -38,7 +38,8 @@ class RemoteAdapter(ParityAdapter):
         backend: the backend's name.
 
     Raises:
-        WorkerError: the process cannot import the backend, or a call failed in it.
+        PrecisionError: raised by the backend in the process, as it is there.
+        WorkerError: the process ended, or something else failed in it.
     """
 
     def __init__(self, backend: str) -> None:
@@ -111,6 +112,8 @@ class RemoteAdapter(ParityAdapter):
             raise WorkerError(
                 f"the {self.name} worker process ended (exit code {self._process.exitcode}). It said:\n{said}"
             ) from None
+        if isinstance(value, PrecisionError):
+            raise value
         if not ok:
             raise WorkerError(f"the {self.name} worker process failed:\n{value}")
         return value
@@ -131,8 +134,8 @@ def _serve(pipe: Connection, name: str, log: str) -> None:
         backend = get_backend(name)
         adapter: ParityAdapter = backend.parity()
         pipe.send((True, (adapter.flushes_subnormals, adapter.saturates)))
-    except Exception:  # noqa: BLE001 - handed to the parent, which raises it
-        pipe.send((False, traceback.format_exc()))
+    except Exception as error:  # noqa: BLE001 - handed to the parent, which raises it
+        pipe.send((False, _told(error)))
         return
     while True:
         try:
@@ -146,8 +149,13 @@ def _serve(pipe: Connection, name: str, log: str) -> None:
             pipe.send((True, getattr(adapter, method)(*[_bound(backend, arg) for arg in args])))
         except KeyboardInterrupt:
             return
-        except Exception:  # noqa: BLE001 - handed to the parent, which raises it
-            pipe.send((False, traceback.format_exc()))
+        except Exception as error:  # noqa: BLE001 - handed to the parent, which raises it
+            pipe.send((False, _told(error)))
+
+
+def _told(error: Exception) -> PrecisionError | str:
+    """Our own errors as they are: they say what to do. Others with their traceback."""
+    return error if isinstance(error, PrecisionError) else traceback.format_exc()
 
 
 def _bound(backend: Backend, arg: Any) -> Any:

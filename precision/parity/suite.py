@@ -17,7 +17,7 @@ from precision.parity.tiers import (
     tier_rounding,
     tier_trajectories,
 )
-from precision.parity.training import tier_training, train_spec
+from precision.parity.training import overflow_steps, tier_training, train_spec
 from precision.policy import PrecisionPolicy
 
 LOW_DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -72,8 +72,7 @@ def run_suite(
             progress(f"rounding, {adapter.name}", len(results), total)
             results.append(_named(tier_rounding(adapter, LOW_DTYPES), adapter.name))
         for policy, model in product(policies.values(), models):
-            overflow_at = (30, 31, 60) if policy.loss_scale.mode != "none" and steps > 60 else ()
-            spec = train_spec(model, policy, steps, overflow_at=overflow_at)
+            spec = train_spec(model, policy, steps, overflow_at=overflow_steps(policy, steps))
 
             def report(text: str) -> None:
                 progress(text, len(results), total)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from precision.errors import PrecisionError
 from precision.loss_scale import LossScale
 from precision.parity.adapter import ParityAdapter, TrainResult, TrainSpec
 from precision.parity.data import batches, held_out
@@ -41,15 +42,29 @@ def train_spec(
         batch_size: rows in a batch.
         overflow_at: steps whose loss is multiplied by infinity.
         seed: of weights and batches.
+
+    Raises:
+        PrecisionError: a step of ``overflow_at`` is not in the run.
     """
     inputs, labels = batches(model, steps, batch_size, seed)
     eval_inputs, eval_labels = held_out(model)
     poison = np.ones(steps, np.float32)
-    poison[list(overflow_at)] = np.inf
+    chosen = list(overflow_at)
+    if any(not 0 <= step < steps for step in chosen):
+        raise PrecisionError(f"overflow_at {chosen}: a run of {steps} steps has steps 0 to {steps - 1}.")
+    poison[chosen] = np.inf
     return TrainSpec(
         model=model, policy=policy, weights=initial_weights(model, seed), inputs=inputs, labels=labels, poison=poison,
         eval_inputs=eval_inputs, eval_labels=eval_labels, learning_rate=LEARNING_RATES[model],
     )  # fmt: skip
+
+
+def overflow_steps(policy: PrecisionPolicy, steps: int) -> tuple[int, ...]:
+    """Where a run is made to overflow: two steps in a row and one later; none where the policy would not skip them."""
+    if policy.loss_scale.mode == "none":
+        return ()
+    third = 3 * steps // 10
+    return third, third + 1, 6 * steps // 10
 
 
 def reordered(spec: TrainSpec, seed: int) -> TrainSpec:

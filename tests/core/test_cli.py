@@ -61,6 +61,13 @@ def test_errors_are_one_message_and_status_2(tmp_path):
     assert "unknown backend 'touch'" in command("demo", "-b", "touch", ok=False).stderr
 
 
+def test_what_a_worker_refuses_is_told_as_itself(tmp_path):
+    (tmp_path / "p.toml").write_text("preset = 'mixed_bfloat16'\nemulate = true\n")
+    done = command("demo", "-c", str(tmp_path / "p.toml"), "-b", "torch", "-m", "mlp", "--steps", "20", ok=False)
+    assert done.returncode == 2 and "UnsupportedError: emulate = true" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_the_demo_s_file_is_the_examples_file():
     ours = importlib.resources.files("precision").joinpath("precision.toml").read_text()
     assert (Path(__file__).parents[2] / "examples" / "precision.toml").read_text() == ours

@@ -6,12 +6,12 @@ import itertools
 import numpy as np
 import pytest
 
-from precision import Rule
+from precision import PrecisionError, Rule
 from precision.names import PRESETS
 from precision.parity import MODELS, initial_weights
 from precision.parity.adapter import TrainResult
 from precision.parity.models import INPUT, is_statistic, symmetries
-from precision.parity.training import guarded, judge, reordered, tier_training, train_spec
+from precision.parity.training import guarded, judge, overflow_steps, reordered, tier_training, train_spec
 
 OVERFLOW_AT = (30, 31, 60)
 NORMS = [Rule(module="**norm*", dtype="float32")]
@@ -92,6 +92,16 @@ def test_reordering_an_mlp_changes_nothing_in_exact_arithmetic():
         return -z[np.arange(8), s.labels[0]].mean()
 
     assert loss(reordered(spec, 0)) == pytest.approx(loss(spec), rel=1e-13)
+
+
+@pytest.mark.parametrize("steps", [20, 50, 100, 333])
+def test_overflows_are_within_the_run(steps):
+    at = overflow_steps(PRESETS["mixed_float16"], steps)
+    spec = train_spec("mlp", PRESETS["mixed_float16"], steps, 4, at)
+    assert np.flatnonzero(np.isinf(spec.poison)).tolist() == sorted(at) and len(set(at)) == 3
+    assert overflow_steps(PRESETS["mixed_bfloat16"], steps) == ()
+    with pytest.raises(PrecisionError, match=f"has steps 0 to {steps - 1}"):
+        train_spec("mlp", PRESETS["float32"], steps, 4, [steps])
 
 
 def fake(spec, shift=0.0, **changes):
