@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,24 +29,26 @@ def verdict(ok: bool) -> str:
 
 def show_demo(console: Console, result: DemoResult, name: str) -> None:
     """Print the demo's table, the verdicts and how to go on."""
-    table = new_table(
-        f"The same models, weights and data in each framework, under {name}", "model", "policy", "backend", ">loss",
-        ">accuracy", ">scale", ">skipped", ">time", ">memory", ">gap", ">bar", "agrees",
-    )  # fmt: skip
-    last = None
-    for row in result.rows:
-        if last is not None and (row.model, row.policy) != last:
-            table.add_row()
-        last = (row.model, row.policy)
-        table.add_row(
-            row.model, row.policy, row.backend, f"{row.last_loss:.4f}", f"{100 * row.accuracy:.1f}%", f"{row.scale:g}",
-            str(row.skipped), f"{row.step_ratio:.2f}x", f"{row.memory_ratio:.2f}x", f"{row.gap:.1e}", f"{row.bar:.1e}",
-            verdict(row.agrees),
-        )  # fmt: skip
-    console.print(table)
+    console.print(f"The same models, weights and data in each framework, under {name}\n", style="bold", markup=False)
+    groups = itertools.groupby(result.rows, key=lambda row: (row.model, row.policy))
+    for number, ((model, policy), group) in enumerate(groups):
+        rows = list(group)
+        first = rows[0]
+        agree = "[green]agree[/]" if first.agrees else "[bold red]DO NOT AGREE[/]"
+        console.print(f"[bold]{model}[/], {escape(policy)}: {agree} (gap {first.gap:.1e}, bar {first.bar:.1e})")
+        table = Table(box=None, pad_edge=False, show_header=number == 0, header_style="bold")
+        for column in ("  backend", "loss", "accuracy", "scale", "skipped", "time", "memory"):
+            table.add_column(column, justify="left" if "backend" in column else "right", min_width=8, no_wrap=True)
+        for row in rows:
+            table.add_row(
+                f"  {row.backend:<10}", f"{row.last_loss:.4f}", f"{100 * row.accuracy:.1f}%", f"{row.scale:g}",
+                str(row.skipped), f"{row.step_ratio:.2f}x", f"{row.memory_ratio:.2f}x",
+            )  # fmt: skip
+        console.print(table)
     console.print(
-        "\nloss: mean of the last ten steps. accuracy: on held-out digits. time: median step against float32 on the same "
-        "backend, runs taking turns; below 1 is faster. memory: peak of the process against float32's, all models.\n"
+        "\nloss: mean of the last ten steps. accuracy: on held-out digits. scale, skipped: loss scale at the end, steps "
+        "skipped. time: median step against float32 on the same backend, runs taking turns; below 1 is faster. memory: "
+        "peak of the process against float32's, all models.\n"
         "gap: typical difference between two backends' loss curves. bar: the largest difference of one backend from "
         "itself with its sums in another order, so what rounding alone does.",
         style="dim",
