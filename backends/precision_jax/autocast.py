@@ -55,7 +55,7 @@ def autocast(mp: JaxPolicy, fun: Callable[..., Any], keep: Sequence[int | str]) 
     module = any(is_castable(leaf) for leaf in jax.tree.leaves(fun))
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        mp.casts_seen += 1
+        mp.saw_cast((args, kwargs))
         names = kept.names(len(args))
         moving = [a for i, a in enumerate(args) if i not in names] + [v for k, v in kwargs.items() if k not in names]
         if module:
@@ -76,29 +76,37 @@ class _Kept:
     def __init__(self, fun: Callable[..., Any], keep: Sequence[int | str]) -> None:
         self._keep = (keep,) if isinstance(keep, (int, str)) else tuple(keep)
         try:
-            self._parameters = list(inspect.signature(fun).parameters)
-        except (TypeError, ValueError):
-            self._parameters = []
-        variadic = not self._parameters or any(
-            p.kind is p.VAR_KEYWORD for p in inspect.signature(fun).parameters.values()
-        )
+            parameters = list(inspect.signature(fun).parameters.values())
+        except (TypeError, ValueError):  # a function that does not say
+            parameters = [inspect.Parameter(name, kind) for name, kind in _ANY]
+        kinds = {p.kind for p in parameters}
+        self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._open = inspect.Parameter.VAR_POSITIONAL in kinds
+        names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         for name in self._keep:
-            if isinstance(name, str) and name not in self._parameters and not variadic:
-                raise PolicyError(f"keep names no argument {name!r}; there are {', '.join(self._parameters)}.")
+            if isinstance(name, str):
+                known = name in names or inspect.Parameter.VAR_KEYWORD in kinds
+            else:
+                known = self._open or -len(self._positional) <= name < len(self._positional)
+            if not known:
+                raise PolicyError(f"keep names no argument {name!r}; there are {', '.join(names)}.")
 
     def names(self, positional: int) -> set[int | str]:
         found: set[int | str] = set()
         for name in self._keep:
             if isinstance(name, int):
-                index = name if name >= 0 else name + (len(self._parameters) or positional)
+                index = name if name >= 0 else name + (positional if self._open else len(self._positional))
                 found.add(index)
-                if 0 <= index < len(self._parameters):
-                    found.add(self._parameters[index])
+                if 0 <= index < len(self._positional):
+                    found.add(self._positional[index])
             else:
                 found.add(name)
-                if name in self._parameters:
-                    found.add(self._parameters.index(name))
+                if name in self._positional:
+                    found.add(self._positional.index(name))
         return found
+
+
+_ANY = (("args", inspect.Parameter.VAR_POSITIONAL), ("kwargs", inspect.Parameter.VAR_KEYWORD))
 
 
 def island(dtype: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -123,7 +131,7 @@ def op(mp: JaxPolicy, family: str) -> Callable[[Callable[..., Any]], Callable[..
     def wrap(fun: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fun)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            mp.casts_seen += 1
+            mp.saw_cast((args, kwargs))
             refuse_stateful_modules(args, kwargs)
             leaves, structure = jax.tree.flatten((args, kwargs))
             dtypes = [str(leaf.dtype) if is_array(leaf) else type(leaf).__name__ for leaf in leaves]

@@ -53,6 +53,7 @@ class JaxPolicy(BoundPolicy):
         self.loss_scaler: JaxLossScaler = JaxLossScaler(policy.loss_scale)
         self.rules = RuleWatch(policy)
         self.casts_seen = 0
+        self.casts_traced = False  # a compiled function of the user's may cast without coming here again
 
     # ---- dtypes -------------------------------------------------------------------------------------------------
 
@@ -93,6 +94,7 @@ class JaxPolicy(BoundPolicy):
     def cast_to_compute(self, tree: Any) -> Any:
         """Cast a tree's floating leaves to the compute dtype; otherwise as :meth:`cast_to_param`."""
         self.rules.maybe_parameters(tree)
+        self.saw_cast(tree)
         return self.cast_arguments(tree)
 
     def cast_to_output(self, tree: Any) -> Any:
@@ -103,6 +105,11 @@ class JaxPolicy(BoundPolicy):
         """:meth:`cast_to_compute` without looking for rules that match nothing."""
         self.casts_seen += 1
         return cast_by_rules(self.policy, tree, self.policy.compute_dtype)
+
+    def saw_cast(self, tree: Any) -> None:
+        """Note that the user's code casts a tree, for the warning of a model that nothing casts."""
+        self.casts_seen += 1
+        self.casts_traced |= any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
     # ---- function transforms ------------------------------------------------------------------------------------
 
@@ -172,7 +179,7 @@ class JaxPolicy(BoundPolicy):
         has_aux: bool = False,
         *,
         cast_argnums: int | Sequence[int] | None = None,
-        axis_name: str | None = None,
+        axis_name: str | Sequence[str] | None = None,
     ) -> Callable[..., Any]:
         """``jax.value_and_grad`` under the policy.
 
@@ -183,12 +190,12 @@ class JaxPolicy(BoundPolicy):
         Args:
             fun: gives a scalar loss, or ``(loss, aux)`` with ``has_aux``.
             argnums: the positional arguments to differentiate. Their leaves that are no floating or complex arrays get the
-                gradient None (as in ``equinox.filter_grad``).
+                gradient None (as in ``equinox.filter_grad``; Python floats outside Equinox modules get one).
             has_aux: whether ``fun`` gives ``(loss, aux)``; ``aux`` comes back as it is.
             cast_argnums: the positional arguments to cast to the compute dtype: ``(0, 1)`` for parameters and inputs, ``()``
                 for none (the model casts by itself, with :meth:`op` for instance). Left out, the differentiated ones are
                 cast, and a model that seems to compute in float32 for want of a cast is warned of.
-            axis_name: a mapped axis to average loss and gradients over, in the policy's reduce dtype.
+            axis_name: a mapped axis, or several, to average loss and gradients over, in the policy's reduce dtype.
 
         Returns:
             A function of the arguments of ``fun`` and, unless ``loss_scale.mode`` is ``"none"``, ``loss_scale=`` (the
@@ -196,7 +203,8 @@ class JaxPolicy(BoundPolicy):
             gradients)``: the true loss in the output dtype, and true gradients in float32 (or wider).
 
         Raises:
-            PolicyError: the policy computes in float16 without scaling the loss.
+            PolicyError: the policy computes in float16 without scaling the loss; or, when called, ``argnums`` name an
+                argument twice.
             LossScaleError: when called, if ``loss_scale`` is missing or is no LossScaleState.
             MixedFrameworksError: when called, if an argument holds another framework's tensor.
         """
@@ -223,7 +231,7 @@ class JaxPolicy(BoundPolicy):
 
         Returns:
             The transformation. ``update`` passes extra arguments on, but for ``finite=``, a flag found elsewhere that is
-            used instead of looking at the gradients.
+            used instead of looking at the gradients (and skips with mode ``"none"``, too, where nothing looks).
 
         Raises:
             PolicyError: the policy computes in float16 without scaling the loss.
@@ -232,7 +240,7 @@ class JaxPolicy(BoundPolicy):
         """
         return wrap_optimizer(self, optimizer, master_weights)
 
-    def all_finite(self, tree: Any, axis_name: str | None = None) -> jax.Array:
+    def all_finite(self, tree: Any, axis_name: str | Sequence[str] | None = None) -> jax.Array:
         """Whether a tree's floating values are all finite; see :func:`precision_jax.all_finite`."""
         return all_finite(tree, axis_name)
 

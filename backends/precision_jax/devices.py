@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 
 from precision.backend import Capability
+from precision.errors import UnsupportedError
 from precision.formats import DTYPES
 
 Support = Literal["native", "slow", "storage", "none"]
@@ -71,12 +72,14 @@ def find_device(device: Any) -> Any:
     Raises:
         UnsupportedError: no such device; names those that there are.
     """
-    from precision.errors import UnsupportedError
-
     if device is None:
-        return jax.config.jax_default_device or jax.local_devices()[0]
-    if not isinstance(device, str):
+        device = jax.config.jax_default_device or jax.local_devices()[0]  # JAX takes a name for it, too
+    if isinstance(device, jax.Device):
         return device
+    if not isinstance(device, str):
+        raise UnsupportedError(
+            f"device is None, a name such as 'cpu' or 'gpu:0', or a jax.Device, not {type(device).__name__}."
+        )
     platform, _, index = device.lower().partition(":")
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
     try:

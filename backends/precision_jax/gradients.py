@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import operator
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from precision.backend import check_leaf
-from precision.errors import LossScaleError, PrecisionWarning
+from precision.errors import LossScaleError, PolicyError, PrecisionWarning
 from precision_jax.casting import cast_tree
 from precision_jax.leaves import is_castable, is_inexact, refuse_stateful_modules
 
@@ -25,7 +27,7 @@ def value_and_grad(
     argnums: int | Sequence[int],
     has_aux: bool,
     cast_argnums: int | Sequence[int] | None,
-    axis_name: str | None,
+    axis_name: str | Sequence[str] | None,
 ) -> Callable[..., Any]:
     """See :meth:`precision_jax.JaxPolicy.value_and_grad`."""
     mp.policy.require_trainable()
@@ -50,7 +52,7 @@ def value_and_grad(
                 full[i] = mp.cast_arguments(whole) if i in casting else whole
             casts = mp.casts_seen
             out = fun(*full, **kwargs)
-            if cast_argnums is None and mp.casts_seen == casts:
+            if cast_argnums is None and mp.casts_seen == casts and not mp.casts_traced:
                 _warn_uncast(mp, fun, [a for i, a in enumerate(args) if i not in nums])
             loss, aux = out if has_aux else (out, None)
             return scaler.scale(loss, state), (cast_tree(loss, mp.policy.output_dtype), aux)
@@ -63,7 +65,7 @@ def value_and_grad(
             loss = jax.lax.pmean(loss, axis_name)
         grads = scaler.unscale_only(grads, state)
         value = (loss, aux) if has_aux else loss
-        return value, (grads[0] if isinstance(argnums, int) else grads)
+        return value, (grads[0] if hasattr(argnums, "__index__") else grads)
 
     return value_and_grad_fun
 
@@ -80,18 +82,35 @@ def _state(mp: JaxPolicy, loss_scale: Any) -> Any:
 
 
 def _positions(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
-    nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    nums = tuple(operator.index(num) for num in ((argnums,) if hasattr(argnums, "__index__") else argnums))
     for num in nums:
         if not -count <= num < count:
             raise IndexError(f"argnums {num} is out of range: the function was given {count} positional arguments.")
-    return tuple(num % count for num in nums)
+    found = tuple(num % count for num in nums)
+    if len(set(found)) < len(found):
+        raise PolicyError(f"argnums {nums} name an argument twice.")
+    return found
 
 
 def _partition(tree: Any) -> tuple[Any, Any]:
-    """Split a tree into what can be differentiated and the rest, each with None in the other's places."""
+    """Split a tree into what can be differentiated and the rest, each with None in the other's places.
+
+    A Python float is a parameter, as in ``jax.grad``; inside an Equinox module it is a setting (the rate of a Dropout), as
+    in ``equinox.filter_grad``.
+    """
+    equinox = sys.modules.get("equinox")  # whoever has such a module has imported it
+
+    def is_module(node: Any) -> bool:
+        return equinox is not None and isinstance(node, equinox.Module)
+
+    def split(node: Any) -> Any:
+        numbers = () if is_module(node) else (float,)
+        return jax.tree.map(lambda leaf: is_inexact(leaf) or isinstance(leaf, numbers), node)
+
+    mask = jax.tree.map(split, tree, is_leaf=is_module)
     return (
-        jax.tree.map(lambda leaf: leaf if is_inexact(leaf) or isinstance(leaf, float) else None, tree),
-        jax.tree.map(lambda leaf: None if is_inexact(leaf) or isinstance(leaf, float) else leaf, tree),
+        jax.tree.map(lambda take, leaf: leaf if take else None, mask, tree),
+        jax.tree.map(lambda take, leaf: None if take else leaf, mask, tree),
     )
 
 
@@ -99,19 +118,21 @@ def _combine(left: Any, right: Any) -> Any:
     return jax.tree.map(lambda a, b: b if a is None else a, left, right, is_leaf=lambda node: node is None)
 
 
-def _per_replica(tree: Any, axis_name: str) -> Any:
+def _per_replica(tree: Any, axis_name: str | Sequence[str]) -> Any:
     """The same values, which ``shard_map`` takes to differ between replicas.
 
     Otherwise it sums the gradients of replicated parameters itself, in the compute dtype, and the mean that follows changes
     nothing: they come out as many times too large as there are replicas.
     """
-    if axis_name not in jax.sharding.get_abstract_mesh().manual_axes:
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    manual = tuple(name for name in names if name in jax.sharding.get_abstract_mesh().manual_axes)
+    if not manual:
         return tree
-    always = jax.lax.axis_index(axis_name) >= 0
+    always = jax.lax.axis_index(manual) >= 0
     return jax.tree.map(lambda leaf: jnp.where(always, leaf, leaf), tree)
 
 
-def _mean(grads: Any, axis_name: str, reduce_dtype: Any) -> Any:
+def _mean(grads: Any, axis_name: str | Sequence[str], reduce_dtype: Any) -> Any:
     """Average over replicas in the reduce dtype, while still scaled."""
 
     def mean(leaf: Any) -> Any:

@@ -16,7 +16,7 @@ import optax
 from precision.backend import check_leaf
 from precision.errors import LossScaleError, MasterWeightsError, UnsupportedError
 from precision.loss_scale import LossScaleState
-from precision_jax.leaves import cast_leaf, dotted, is_array, is_low
+from precision_jax.leaves import cast_leaf, dotted, is_array, is_inexact, is_low
 from precision_jax.scaler import all_finite, select
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def wrap_optimizer(mp: JaxPolicy, tx: Any, master_weights: bool | None) -> optax
         masters = None
         if state.masters is not None:
             masters, steps = _step_masters(state.masters, steps, params)
-        if not checks:
+        if not checks and finite is None:
             return steps, OptimizerState(jax.tree.map(_strong, inner_state), state.loss_scale, state.finite, masters)
         ok = all_finite(grads) if finite is None else jnp.asarray(finite, jnp.bool_)
         return jax.tree.map(lambda step: _unless_skipped(ok, step), steps), OptimizerState(
@@ -127,7 +127,12 @@ def _strong(leaf: Any) -> Any:
 
 def _unless_skipped(ok: jax.Array, step: Any) -> Any:
     """Adding -0.0 leaves every weight as it is, -0.0 included; adding 0.0 would not."""
-    return jnp.where(ok, step, jnp.asarray(-0.0, step.dtype)) if is_array(step) else step
+    if isinstance(step, (float, complex)):
+        step = jnp.asarray(step)
+    if not is_array(step):
+        return step
+    zero = jnp.zeros((), step.dtype)
+    return jnp.where(ok, step, -zero if is_inexact(step) else zero)
 
 
 def _weights(masters: Any, params: Any) -> Any:
@@ -138,10 +143,14 @@ def _weights(masters: Any, params: Any) -> Any:
 
 def _step_masters(masters: Any, steps: Any, params: Any) -> tuple[Any, Any]:
     """Move the masters, and turn the steps into those that bring the low-precision parameters to the moved masters."""
-    moved = _over(lambda master, step: None if master is None else master + step, masters, steps)
+    moved = _over(lambda master, step: master if master is None or step is None else master + step, masters, steps)
 
     def step_to(master: Any, step: Any, param: Any) -> Any:
-        return step if master is None else master.astype(param.dtype).astype(jnp.float32) - param.astype(jnp.float32)
+        return (
+            step
+            if master is None or step is None
+            else master.astype(param.dtype).astype(jnp.float32) - param.astype(jnp.float32)
+        )
 
     return moved, _over(step_to, moved, steps, params)
 

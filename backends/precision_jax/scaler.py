@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -44,7 +44,7 @@ class JaxLossScaler(LossScaler):
         )
 
     def scale(self, loss: Any, state: LossScaleState) -> Any:
-        """Multiply a loss, or a tree of losses, by the scale in float32 (float64 losses: in float64)."""
+        """Multiply a loss, or a tree of losses, by the scale in float32 (float64 losses: in float64); integers stay."""
         if self.config.mode == "none":
             return loss
         scale = self.checked(state).scale
@@ -52,6 +52,8 @@ class JaxLossScaler(LossScaler):
         def scaled(leaf: Any) -> Any:
             check_leaf(leaf, "jax")
             leaf = jnp.asarray(leaf)
+            if not is_inexact(leaf):  # a count; jax.grad says that it has no gradient
+                return leaf
             wide = jnp.promote_types(leaf.dtype, jnp.float32)
             return leaf.astype(wide) * scale.astype(wide)
 
@@ -110,6 +112,9 @@ class JaxLossScaler(LossScaler):
         return state
 
 
+_NUMBERS = (int, float, complex)  # bool is an int
+
+
 def _apply(operation: Callable[..., Any], leaf: Any, factor: jax.Array) -> Any:
     check_leaf(leaf, "jax")
     if isinstance(leaf, float):
@@ -120,18 +125,19 @@ def _apply(operation: Callable[..., Any], leaf: Any, factor: jax.Array) -> Any:
     return operation(jnp.asarray(leaf, wide), factor.astype(jnp.finfo(wide).dtype))
 
 
-def all_finite(tree: Any, axis_name: str | None = None) -> jax.Array:
+def all_finite(tree: Any, axis_name: str | Sequence[str] | None = None) -> jax.Array:
     """Whether every floating or complex value in a tree is finite, as a device scalar (bool). True for an empty tree.
 
     Args:
         tree: any pytree; leaves that are not floating point or complex do not count.
-        axis_name: a mapped axis over which to agree: finite only if finite on every replica.
+        axis_name: a mapped axis, or several, over which to agree: finite only if finite on every replica.
 
     Example:
         >>> bool(all_finite({"a": jnp.ones(3), "b": jnp.asarray([jnp.inf])}))
         False
     """
-    flags = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+    numbers = [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf) or isinstance(leaf, (float, complex))]
+    flags = [jnp.isfinite(leaf).all() for leaf in numbers]
     finite = reduce(jnp.logical_and, flags) if flags else jnp.asarray(True)
     return finite if axis_name is None else jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(jnp.bool_)
 
@@ -145,7 +151,7 @@ def select(finite: Any, new: Any, old: Any) -> Any:
         old: the tree to take otherwise, of the same structure, shapes and dtypes.
 
     Returns:
-        A tree with the dtypes of ``old``. Leaves that are no arrays are taken from ``new``.
+        A tree with the dtypes of ``old``. Python numbers that differ become arrays; what is neither array nor number is taken from ``new``.
 
     Example:
         >>> float(select(False, {"mean": jnp.asarray(jnp.nan)}, {"mean": jnp.asarray(2.0)})["mean"])
@@ -153,7 +159,7 @@ def select(finite: Any, new: Any, old: Any) -> Any:
     """
 
     def pick(n: Any, o: Any) -> Any:
-        if not is_array(n) and not is_array(o):
+        if not is_array(n) and not is_array(o) and (not isinstance(o, _NUMBERS) or (type(n) is type(o) and n == o)):
             return n
         dtype = jnp.result_type(o)
         picked = jnp.where(finite, n, o)

@@ -109,6 +109,16 @@ def test_devices_as_objects_and_the_default_device():
         assert precision.bind("float32", backend="jax").device == "cpu:0"
 
 
+def test_a_default_device_that_is_a_name():
+    with jax.default_device("cpu"):
+        assert precision.bind("float32", backend="jax").device == "cpu:0"
+
+
+def test_what_is_no_device():
+    with pytest.raises(precision.UnsupportedError, match="a name such as 'cpu'.*, not int"):
+        precision.bind("float32", backend="jax", device=0)
+
+
 def test_a_device_that_is_not_there():
     with pytest.raises(UnsupportedError, match="JAX has no device 'cpu:7' here; it has cpu:0"):
         precision.bind("float32", backend="jax", device="cpu:7")

@@ -175,6 +175,16 @@ with jax.set_mesh(mesh):
         for check in (True, False):
             run = jax.shard_map(step, in_specs=(P(), P(), P("d")), out_specs=P(), check_vma=check)
             print([float(v) for v in jax.jit(run)(w, state, x)])
+
+both = mp.value_and_grad(lambda w, x: (w * x).mean(), axis_name=("a", "b"))
+mesh = jax.make_mesh((2, 2), ("a", "b"))
+with jax.set_mesh(mesh):
+    w, scale = jax.tree.map(lambda a: jax.reshard(a, P()), (jnp.float32(2.0), mp.loss_scaler.init()))
+    x = jax.reshard(jnp.arange(1.0, 5.0), P(("a", "b")))
+    for check in (True, False):
+        run = lambda w, scale, x: both(w, x, loss_scale=scale)
+        run = jax.shard_map(run, in_specs=(P(), P(), P(("a", "b"))), out_specs=P(), check_vma=check)
+        print([float(v) for v in jax.jit(run)(w, scale, x)])
 """
 
 
@@ -184,7 +194,8 @@ def test_shard_map_averages_once_and_skips_everywhere():
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
     assert lines[:2] == ["[5.0, 2.5, -0.5, 1.0]"] * 2
-    assert lines[2:] == ["[inf, inf, 2.0, 0.0]"] * 2
+    assert lines[2:4] == ["[inf, inf, 2.0, 0.0]"] * 2
+    assert lines[4:] == ["[5.0, 2.5]"] * 2, "over two axes, too"
 
 
 def test_the_policy_is_a_static_argument():

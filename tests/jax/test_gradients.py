@@ -141,6 +141,53 @@ def test_leaves_without_gradient_get_none_as_in_equinox():
     assert (float(grads["w"]), grads["n"], grads["k"]) == (3.0, None, None)
 
 
+def test_python_floats_are_parameters_but_settings_inside_equinox_modules():
+    """The rate of a Dropout is a Python float: ``eqx.filter_grad`` gives None for it, and so do the trees of optimizers."""
+
+    class Net(eqx.Module):
+        linear: eqx.nn.Linear
+        dropout: eqx.nn.Dropout
+
+        def __call__(self, x, key):
+            return self.linear(self.dropout(x, key=key))
+
+    net = Net(eqx.nn.Linear(3, 2, key=jax.random.key(0)), eqx.nn.Dropout(0.5))
+
+    def loss_fn(net, x):
+        keys = jax.random.split(jax.random.key(1), len(x))
+        return jnp.mean(jax.vmap(net)(x, keys).astype(jnp.float32) ** 2)
+
+    mp = bind(PrecisionPolicy(loss_scale=LossScale(mode="static", initial=8.0)))
+    x, trainable = jnp.ones((3, 3)), eqx.filter(net, eqx.is_inexact_array)
+    opt = mp.optimizer(optax.sgd(0.1))
+    opt_state = opt.init(trainable)
+    _, grads = mp.value_and_grad(loss_fn)(net, x, loss_scale=opt_state.loss_scale)
+    want = eqx.filter_grad(loss_fn)(net, x)
+    assert jax.tree.structure(grads) == jax.tree.structure(want)
+    np.testing.assert_allclose(grads.linear.weight, want.linear.weight, rtol=1e-6)
+    updates, _ = opt.update(grads, opt_state, trainable)
+    assert eqx.apply_updates(net, updates).dropout.p == 0.5
+    _, grads = mp.value_and_grad(lambda p: p["w"] * p["net"].linear.weight.sum())(
+        {"w": 2.0, "net": net}, loss_scale=opt_state.loss_scale
+    )
+    assert float(grads["w"]) == pytest.approx(float(net.linear.weight.sum()), rel=1e-6)
+    assert grads["net"].dropout.p is None
+
+
+def test_a_loss_without_a_gradient_is_refused_as_jax_refuses_it():
+    mp = bind()
+    with pytest.raises(TypeError, match="got int32"):
+        mp.value_and_grad(lambda w: (w > 0).sum())(jnp.ones(2), loss_scale=mp.loss_scaler.init())
+
+
+def test_argnums_from_numpy_and_named_twice():
+    mp = bind(PrecisionPolicy())
+    _, grad = mp.value_and_grad(lambda a, b: a * b, argnums=np.int64(1))(jnp.float32(2), jnp.float32(3))
+    assert float(grad) == 2.0
+    with pytest.raises(PolicyError, match=r"argnums \(0, -2\) name an argument twice"):
+        mp.value_and_grad(lambda a, b: a * b, argnums=(0, -2))(jnp.float32(2), jnp.float32(3))
+
+
 def test_float64_parameters_keep_float64_gradients():
     with jax.enable_x64(True):
         mp = bind()
@@ -253,3 +300,12 @@ class TestTheWarningOfAFloat32Computation:
             mp.value_and_grad(self.loss_fn, cast_argnums=(0, 1))(params, x)
             mp.value_and_grad(self.loss_fn, cast_argnums=0)(params, x)
             bind(PrecisionPolicy()).value_and_grad(self.loss_fn)(params, x)
+
+    def test_not_where_a_compiled_model_casts_without_being_traced_again(self):
+        mp = bind(BF16)
+        params, x = {"w": jnp.ones((3, 2))}, jnp.ones((4, 3))
+        model = jax.jit(mp.autocast(lambda p, x: x @ p["w"]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3):
+                mp.value_and_grad(lambda p, x: model(p, x).sum())(params, x)

@@ -161,6 +161,22 @@ def test_a_flag_found_elsewhere_is_used_instead_of_looking():
     assert "is_finite" not in str(given)
 
 
+def test_a_flag_found_elsewhere_skips_without_a_loss_scale_too():
+    opt = bind(PrecisionPolicy()).optimizer(optax.adam(0.1))
+    params = jnp.ones(2)
+    state = opt.init(params)
+    updates, new = opt.update(jnp.ones(2), state, params, finite=jnp.asarray(False))
+    same((optax.apply_updates(params, updates), new.inner_state), (params, state.inner_state))
+    assert not bool(new.finite)
+
+
+def test_python_numbers_for_gradients_are_looked_at():
+    opt = bind().optimizer(optax.sgd(0.1))
+    updates, state = opt.update({"w": float("inf")}, opt.init({"w": 1.0}), {"w": 1.0})
+    assert not bool(state.finite)
+    assert float(optax.apply_updates({"w": 1.0}, updates)["w"]) == 1.0
+
+
 def test_the_gradients_are_looked_at_once():
     mp = bind()
     opt = mp.optimizer(optax.adam(0.1))
@@ -270,6 +286,14 @@ class TestLowPrecisionParameters:
         updates, new = opt.update(jnp.asarray([1.0, jnp.inf]), state, params)
         same((new.masters, new.inner_state), (state.masters, state.inner_state))
         same(optax.apply_updates(params, updates), params)
+
+    def test_a_parameter_without_gradient_keeps_its_master(self):
+        params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2, jnp.bfloat16)}
+        opt = bind().optimizer(optax.sgd(0.5), master_weights=True)
+        state = opt.init(params)
+        updates, new = opt.update({"a": jnp.ones(2), "b": None}, state, params)
+        assert updates["b"] is None
+        assert (new.masters["a"].tolist(), new.masters["b"].tolist()) == ([0.5, 0.5], [1.0, 1.0])
 
     def test_masters_need_the_parameters(self):
         opt = bind().optimizer(optax.sgd(0.1), master_weights=True)

@@ -63,6 +63,24 @@ class TestAutocast:
         with pytest.raises(PolicyError, match="keep names no argument 'stat'; there are x, stats"):
             bind().autocast(lambda x, stats: x, keep=("stat",))
 
+    def test_keeping_a_position_that_is_not_there_is_an_error(self):
+        for position in (2, -3):
+            with pytest.raises(PolicyError, match=rf"keep names no argument {position}; there are a, b"):
+                bind().autocast(lambda a, b: a, keep=position)
+
+    def test_kept_arguments_beside_a_variable_number_of_others(self):
+        seen = []
+
+        def fun(first, *rest, stats=None):
+            seen.append([x.dtype.name for x in (first, *rest, stats)])
+            return first
+
+        low = jnp.dtype(bind().compute_dtype).name
+        one = jnp.ones(1)
+        bind().autocast(fun, keep="stats")(one, one, one, stats=one)
+        bind().autocast(fun, keep=-1)(one, one, one, stats=one)
+        assert seen == [[low, low, low, "float32"], [low, low, "float32", low]]
+
     def test_gradients_reach_float32_parameters_in_float32(self):
         mp = bind()
 

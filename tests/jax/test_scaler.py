@@ -121,6 +121,8 @@ def test_one_bad_value_anywhere_is_seen(bad):
         assert not bool(all_finite(poisoned))
         assert not bool(scaler().unscale(poisoned, scaler().init())[1])
     assert bool(all_finite({})), "nothing is finite"
+    assert not bool(all_finite({"a": float(bad)})), "a Python number counts"
+    assert bool(all_finite({"a": 1.0, "n": 3, "name": "x"}))
 
 
 def test_replicas_agree_on_the_flag():
@@ -241,6 +243,16 @@ class TestSelect:
         assert int(select(jnp.asarray(True), new, old)["n"]) == 2
         kept = jax.jit(select)(jnp.asarray(False), new, old)
         assert (float(kept["mean"][0]), int(kept["n"])) == (1.0, 1)
+
+    def test_python_numbers_are_chosen_too(self):
+        new, old = (
+            {"mean": float("nan"), "count": 2, "rate": 0.5, "on": True},
+            {"mean": 0.0, "count": 1, "rate": 0.5, "on": True},
+        )
+        kept, taken = select(jnp.asarray(False), new, old), select(jnp.asarray(True), new, old)
+        assert (float(kept["mean"]), int(kept["count"]), int(taken["count"])) == (0.0, 1, 2)
+        assert type(kept["rate"]) is float, "settings that are the same stay what they are"
+        assert kept["on"] is True
 
     def test_keeps_the_old_dtypes(self):
         out = select(True, {"m": jnp.ones(1, jnp.float32)}, {"m": jnp.ones(1, ml_dtypes.bfloat16)})
