@@ -49,12 +49,15 @@ def prepare(
         policy.require_trainable()
     paths = [name for name, _ in model.named_modules() if name] + [name for name, _ in model.named_parameters()]
     warn_unmatched(policy, paths, type(model).__name__)
+    _require_initialized(model)
     plan = _plan(policy, model)
+    _require_one_dtype(policy, model, plan)
     _require_own_parameters(model, optimizers)
     low = _low_and_trained(plan, optimizers)
     if low and master_weights and not optimizers:
         raise MasterWeightsError("master_weights=True needs the optimizer: mp.prepare(model, optimizer, ...).")
     _require_masters(plan, low, master_weights)
+    _require_scaled(policy, plan, optimizers)
 
     originals = _cast_parameters(plan, optimizers)
     _pin_modules(policy, device_type, model)
@@ -62,7 +65,7 @@ def prepare(
     for optimizer in optimizers:
         if low and master_weights:
             _keep_masters(model, optimizer, low, originals)
-        if policy.loss_scale.mode != "none" and restore_on_skip != "nothing":
+        if policy.loss_scale.mode != "none":
             _guard(model, optimizer, restore_on_skip)
 
 
@@ -86,6 +89,46 @@ def _plan(policy: PrecisionPolicy, model: torch.nn.Module) -> _Plan:
             if plan.dtypes.get(param) is not torch.float32:  # a tied weight is as wide as its widest user
                 plan.dtypes[param] = dtype
     return plan
+
+
+def _require_initialized(model: torch.nn.Module) -> None:
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if torch.nn.parameter.is_lazy(tensor):
+                raise PolicyError(
+                    f"{kind} {name} is not initialised yet (a lazy module). Run the model once on a batch, then make the "
+                    "optimizer and call mp.prepare."
+                )
+
+
+def _require_one_dtype(policy: PrecisionPolicy, model: torch.nn.Module, plan: _Plan) -> None:
+    """Refuse a rule that a tied weight cannot follow: its module would compute in a dtype that the weight has not."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for leaf, param in module._parameters.items():
+            name = f"{path}.{leaf}" if path else leaf
+            if param not in plan.dtypes or (rule := policy.rule_for(name)) is None:
+                continue
+            if plan.dtypes[param] is not TORCH[rule.dtype]:
+                raise PolicyError(
+                    f"rule {rule.module!r} asks for {rule.dtype}, but {name} is the same tensor as {plan.names[param]}, "
+                    f"which is {dtype_name(plan.dtypes[param])}. Give both modules the same rule, or none."
+                )
+
+
+def _require_scaled(policy: PrecisionPolicy, plan: _Plan, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse to train what a rule makes float16 when the loss is not scaled."""
+    if not optimizers or policy.loss_scale.mode != "none":
+        return
+    names = [
+        name
+        for param, name in plan.names.items()
+        if param.requires_grad and (rule := policy.rule_for(name)) is not None and rule.dtype == "float16"
+    ]
+    if names:
+        raise PolicyError(
+            f"a rule trains {', '.join(names[:10])} in float16 and loss_scale.mode is 'none': gradients below 6e-8 become "
+            "zero. Set loss_scale.mode to 'dynamic', or let the rule say bfloat16."
+        )
 
 
 def _require_own_parameters(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -175,12 +218,13 @@ def _keep_masters(
     held = {param for group in optimizer.param_groups for param in group["params"]}
     mine = {param: originals.get(param, param.data) for param in low if param in held}
     if mine:
-        masters = MasterWeights(optimizer, mine, low)
-        attach(optimizer).masters = masters
+        attached = attach(optimizer)
+        masters = attached.masters = attached.masters or MasterWeights(optimizer)
+        masters.add(optimizer, mine, low)
         model.register_load_state_dict_post_hook(AdoptOnLoad(masters))
 
 
 def _guard(model: torch.nn.Module, optimizer: torch.optim.Optimizer, which: Which) -> None:
-    guard = SkippedState(model, which)
+    guard = None if which == "nothing" else SkippedState(model, which)
     kept: Iterable[Any] = (old for old in attachments(optimizer).guards if old.model() is not model)
-    attach(optimizer).guards = [*kept, *([guard] if len(guard) else [])]
+    attach(optimizer).guards = [*kept, *([guard] if guard else [])]

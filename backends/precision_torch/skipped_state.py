@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
+from precision.errors import PolicyError
+
 Which = Literal["batch_norm", "buffers", "nothing"]
 
 
@@ -31,18 +33,23 @@ class SkippedState:
             for module in model.modules()
             if which == "buffers" or isinstance(module, _NormBase)
             for name, buffer in module._buffers.items()
-            if buffer is not None
+            if buffer is not None and not _expanded(buffer)
         ]
         self._saved: dict[tuple[torch.device, torch.dtype], tuple[tuple[int, ...], torch.Tensor]] = {}
         self.refresh()
-        model.register_load_state_dict_post_hook(_RefreshOnLoad(self))
+        # where the buffers are, not on the model: a part may load a state dict of its own
+        for module in {id(module): module for module, _ in self._where}.values():
+            module.register_load_state_dict_post_hook(_RefreshOnLoad(self))
 
     def __len__(self) -> int:
         return len(self._where)
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Take the state as it is now for the one to go back to."""
+    def refresh(self, only: torch.nn.Module | None = None) -> None:
+        """Take the state as it is now (of one module, if given) for the one to go back to."""
+        if only is not None:
+            self._refresh_module(only)
+            return
         self._saved = {key: (indices, _flat(tensors).clone()) for key, (indices, tensors) in self._current().items()}
 
     @torch.no_grad()
@@ -58,11 +65,28 @@ class SkippedState:
             self._move(current)
         for key, (indices, tensors) in current.items():
             flat = _flat(tensors)
+            if flat.numel() != self._saved[key][1].numel():
+                names = ", ".join(sorted({self._where[i][1] for i in indices}))
+                raise PolicyError(
+                    f"a buffer changed its shape since the last step (one of {names}), so a skipped step cannot restore "
+                    "it. Use mp.prepare(model, optimizer, restore_on_skip='batch_norm')."
+                )
             if skipped is not False:
                 flat = torch.where(finite.to(device=key[0], non_blocking=True), flat, self._saved[key][1])
                 pieces = flat.split([tensor.numel() for tensor in tensors])
                 torch._foreach_copy_(tensors, [p.view(t.shape) for p, t in zip(pieces, tensors, strict=True)])
             self._saved[key] = (indices, flat)
+
+    def _refresh_module(self, module: torch.nn.Module) -> None:
+        current = self._current()
+        for key, (indices, saved) in self._saved.items():
+            if key not in current or current[key][0] != indices:  # moved meanwhile
+                self.refresh()
+                return
+            pieces = saved.split([t.numel() for t in current[key][1]])
+            for index, piece, tensor in zip(indices, pieces, current[key][1], strict=True):
+                if self._where[index][0] is module:
+                    piece.copy_(tensor.reshape(-1))
 
     def _current(self) -> dict[tuple[torch.device, torch.dtype], tuple[tuple[int, ...], list[torch.Tensor]]]:
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[torch.Tensor]]] = {}
@@ -87,6 +111,13 @@ class SkippedState:
         }
 
 
+def _expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory: nothing can write to such a tensor in place."""
+    return tensor.layout is torch.strided and any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
 def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
@@ -100,7 +131,7 @@ class _RefreshOnLoad:
     def __call__(self, module: torch.nn.Module, incompatible_keys: Any) -> None:
         guard = None if self._guard is None else self._guard()
         if guard is not None:
-            guard.refresh()
+            guard.refresh(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_RefreshOnLoad, (None,))

@@ -198,3 +198,95 @@ def test_copies_of_the_model_do_not_hold_the_masters():
     other = copy.deepcopy(model)
     other.load_state_dict({"weight": torch.full((1, 1), 3.0)})
     assert optim.param_groups[0]["params"][0].item() == 1.0
+
+
+def two_layers():
+    """Two layers whose gradients, at inputs of 1, are small whole numbers; the first is frozen."""
+    mp = bind("bfloat16", initial=1024.0)
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+    for layer in model:
+        nn.init.ones_(layer.weight)
+    model[0].requires_grad_(False)
+    optim = torch.optim.SGD(model.parameters(), lr=0.5)
+    return mp, *mp.prepare(model, optim, master_weights=True)
+
+
+def backward(mp, model, ins=2):
+    with mp.autocast():
+        loss = model(torch.ones(1, ins)).sum()
+    mp.backward(loss)
+
+
+def test_a_layer_unfrozen_later_is_refused_until_it_has_masters_and_then_trains():
+    mp, model, optim = two_layers()
+    model[0].requires_grad_(True)
+    plain = bind("bfloat16")  # no loss scale, so that only the optimizer can notice
+    backward(plain, model)
+    with pytest.raises(MasterWeightsError, match=r"param_groups\[0\]\['params'\]\[0\].*bfloat16.*unfrozen"):
+        plain.step(optim)
+    optim.zero_grad()
+    model[0].zero_grad()
+    mp.prepare(model, optim, master_weights=True)
+    backward(mp, model)
+    assert mp.step(optim).taken
+    # d/dW0 = 1 (times 1) and d/dW1 = 2: both unscaled, the ones that had masters before and the new ones
+    assert torch.equal(model[0].weight.float(), torch.full((2, 2), 0.5))
+    assert torch.equal(model[1].weight.float(), torch.zeros(1, 2))
+    assert set(optim.state_dict()["precision_master_weights"]) == {"0.weight", "1.weight"}
+
+
+def test_two_models_of_one_optimizer_keep_apart():
+    mp = bind("bfloat16", initial=1024.0)
+    a, b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    optim = torch.optim.SGD([a.weight, b.weight], lr=0.5)
+    for model, value in ((a, 1.0), (b, 4.0)):
+        nn.init.constant_(model.weight, value)
+        mp.prepare(model, optim, master_weights=True)
+    backward(mp, nn.Sequential(a, b), ins=1)
+    mp.step(optim)
+    assert (a.weight.item(), b.weight.item()) == (-1.0, 3.5)
+    saved = optim.state_dict()
+    assert {k: v.item() for k, v in saved["precision_master_weights"].items()} == {"weight": -1.0, "weight#2": 3.5}
+    nn.init.zeros_(a.weight)
+    optim.load_state_dict(saved)
+    assert (a.weight.item(), b.weight.item()) == (-1.0, 3.5)
+
+
+@pytest.mark.parametrize("change", ["load a part", "init", "clamp"])
+def test_parameters_changed_in_place_are_taken_over(change):
+    mp = bind("bfloat16")
+    model = nn.Sequential(nn.Linear(1, 1, bias=False))
+    optim = torch.optim.SGD(model.parameters(), lr=0.5)
+    nn.init.constant_(model[0].weight, 9.0)
+    mp.prepare(model, optim, master_weights=True)
+    if change == "load a part":
+        model[0].load_state_dict({"weight": torch.full((1, 1), 3.0)})
+    elif change == "init":
+        nn.init.constant_(model[0].weight, 3.0)
+    else:
+        with torch.no_grad():
+            model[0].weight.clamp_(max=3.0)
+    assert optim.state_dict()["precision_master_weights"]["0.weight"].item() == 3.0
+    backward(mp, model, ins=1)
+    mp.step(optim)
+    assert model[0].weight.item() == 2.5
+
+
+@pytest.mark.parametrize("as_keyword", [False, True])
+def test_closures_see_the_weights_and_give_the_gradients(as_keyword):
+    mp = bind("bfloat16")
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optim = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=10)
+    mp.prepare(model, optim, master_weights=True)
+
+    def closure():
+        optim.zero_grad()
+        with mp.autocast():
+            loss = (model(torch.ones(1, 1)) - 3).square().sum()
+        loss.backward()
+        return loss
+
+    first = optim.step(closure=closure) if as_keyword else optim.step(closure)
+    assert first.item() == 4.0
+    assert abs(model.weight.item() - 3.0) < 2**-5

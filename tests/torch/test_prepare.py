@@ -339,3 +339,38 @@ def test_methods_of_modules_may_be_marked():
         forward = mp.island("float32")(lambda self, x: self.probabilities(x) @ x.T)
 
     assert Marked()(torch.randn(2, 2).bfloat16()).dtype is torch.float32
+
+
+def test_a_rule_that_a_tied_weight_cannot_follow_is_refused():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+            self.head.weight = self.embedding.weight
+
+    policy = PrecisionPolicy.from_name("mixed_bfloat16").with_(rules=(Rule(module="head", dtype="bfloat16"),))
+    with pytest.raises(PolicyError, match=r"'head' asks for bfloat16.*head.weight.*embedding.weight.*float32"):
+        bind(policy).prepare(Tied())
+
+
+def test_a_rule_that_trains_in_float16_needs_a_loss_scale():
+    policy = PrecisionPolicy.from_name("mixed_bfloat16").with_(rules=(Rule(module="head", dtype="float16"),))
+    model = Net()
+    with pytest.raises(PolicyError, match=r"head.weight, head.bias in float16.*'none'"):
+        bind(policy).prepare(model, trained(model), master_weights=True)
+    assert model.head.weight.dtype is torch.float32
+    model.head.requires_grad_(False)
+    bind(policy).prepare(model, trained(model))
+    assert model.head.weight.dtype is torch.float16
+
+
+@pytest.mark.parametrize(
+    ("lazy", "name"),
+    [(nn.LazyLinear(2), "parameter 0.weight"), (nn.LazyBatchNorm1d(affine=False), "buffer 0.running_mean")],
+)
+def test_lazy_modules_are_initialised_first(lazy, name):
+    mp, model = bind("mixed_bfloat16"), nn.Sequential(lazy)
+    with pytest.raises(PolicyError, match=f"{name} is not initialised"):
+        mp.prepare(model)
+    model(torch.ones(2, 3))
+    assert mp.prepare(model)[0] is model

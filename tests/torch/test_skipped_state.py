@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from precision import PolicyError
+
 from .helpers import HostReads, bind
 
 
@@ -119,3 +121,33 @@ def test_restoring_reads_nothing():
             step(mp, model, optimizer, x)
     assert reads.count == 0
     assert model.layers[1].num_batches_tracked == 2
+
+
+def test_statistics_loaded_into_a_part_are_what_a_skip_goes_back_to():
+    mp, model, optimizer = make()
+    norm = model.layers[1]
+    norm.load_state_dict(norm.state_dict() | {"running_mean": torch.full((2,), 5.0)})
+    assert step(mp, model, optimizer, BAD).skipped
+    assert torch.equal(norm.running_mean, torch.full((2,), 5.0))
+    assert torch.equal(model.layers[2].running_mean, torch.zeros(2))
+
+
+def test_preparing_again_may_switch_it_off():
+    mp, model, optimizer = make()
+    mp.prepare(model, optimizer, restore_on_skip="nothing")
+    assert step(mp, model, optimizer, BAD).skipped
+    assert model.layers[1].num_batches_tracked == 1
+    assert not torch.isfinite(model.layers[1].running_mean).all()
+
+
+def test_buffers_that_cannot_be_restored():
+    mp = bind("float32", initial=8.0)
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.ones(1).expand(4))  # cannot be written to, so it is left out
+    model.register_buffer("cache", torch.zeros(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    mp.prepare(model, optimizer, restore_on_skip="buffers")
+    assert step(mp, model, optimizer, GOOD).taken
+    model.cache = torch.zeros(5)
+    with pytest.raises(PolicyError, match="changed its shape.*cache.*'batch_norm'"):
+        step(mp, model, optimizer, GOOD)
