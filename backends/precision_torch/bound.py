@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from precision.backend import BoundPolicy
-from precision.errors import PolicyError
+from precision.errors import LossScaleError, PolicyError
 from precision.policy import PrecisionPolicy
 from precision_torch import regions
 from precision_torch.clipping import clip, require_clip
@@ -126,9 +126,11 @@ class TorchPolicy(BoundPolicy):
 
     def cast_to_output(self, tree: Any) -> Any:
         """Cast a tree's floating tensors (not float64) to the output dtype."""
+        _refuse_module(tree)
         return cast_tree(tree, self.output_dtype)
 
     def _cast(self, tree: Any, dtype: torch.dtype) -> Any:
+        _refuse_module(tree)
         if not self.policy.module_rules:
             return cast_tree(tree, dtype)
 
@@ -161,15 +163,16 @@ class TorchPolicy(BoundPolicy):
             master_weights: True keeps float32 masters of low-precision trainable parameters, which the optimizer
                 updates; they are in its state dict. None (default) refuses such parameters; False trains bfloat16
                 ones as they are.
-            restore_on_skip: what goes back to where it was when a step is skipped: ``"batch_norm"`` (running
-                statistics), ``"buffers"`` (all buffers) or ``"nothing"``.
+            restore_on_skip: what goes back to where it was when a step of these optimizers is skipped:
+                ``"batch_norm"`` (running statistics), ``"buffers"`` (all buffers) or ``"nothing"``.
 
         Returns:
             The same ``(model, optimizer)``.
 
         Raises:
             MasterWeightsError: trainable parameters are low precision and have no masters; names them.
-            PolicyError: float16 compute without loss scaling, or a wrong argument.
+            PolicyError: float16 compute without loss scaling, a rule that a tied weight cannot follow, a lazy module
+                that is not initialised, or a wrong argument.
         """
         optimizers: Sequence[Any] = (
             () if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
@@ -199,6 +202,8 @@ class TorchPolicy(BoundPolicy):
         scaler = self.scaler
         if len(losses) == 1:
             torch.autograd.backward(scaler.scale(losses[0]), **kwargs)
+        elif not losses:
+            raise PolicyError("mp.backward takes the losses of this iteration: mp.backward(loss).")
         else:
             torch.autograd.backward([scaler.scale(loss) for loss in losses], **kwargs)
 
@@ -213,7 +218,8 @@ class TorchPolicy(BoundPolicy):
 
         Args:
             optimizers: all optimizers of this iteration; each has its own flag, and the scale is updated once.
-            clip_norm: clip each optimizer's gradients to this total norm, after unscaling.
+            clip_norm: clip each optimizer's gradients to this total norm, after unscaling. Left out, an optimizer made by
+                :meth:`optimizer` keeps its own limits.
             clip_value: clamp gradients to plus or minus this, after unscaling.
             update: whether to update the scale; with False call ``mp.scaler.update()`` at the end of the iteration.
 
@@ -221,16 +227,22 @@ class TorchPolicy(BoundPolicy):
             A :class:`StepResult`; for several optimizers a tuple of them.
 
         Raises:
-            LossScaleError: no loss was scaled since the last update, or an optimizer stepped twice.
+            LossScaleError: no loss was scaled since the last update, an optimizer stepped twice, or two optimizers hold
+                the same parameter.
         """
-        if not optimizers:
-            raise PolicyError("mp.step takes the optimizers of this iteration: mp.step(optimizer).")
+        if not optimizers or any(not hasattr(optimizer, "param_groups") for optimizer in optimizers):
+            raise PolicyError("mp.step takes the optimizers of this iteration, one by one: mp.step(a, b).")
         scaler = self.scaler
-        if clip_norm is not None or clip_value is not None:
-            require_clip(clip_norm, clip_value)
-            for optimizer in optimizers:
+        if len(optimizers) > 1 and scaler.is_enabled():
+            _refuse_shared(optimizers)
+        require_clip(clip_norm, clip_value)
+        for optimizer in optimizers:
+            norm, value = clip_norm, clip_value
+            if norm is None and value is None and isinstance(optimizer, ScaledOptimizer):
+                norm, value = optimizer.clip_norm, optimizer.clip_value
+            if norm is not None or value is not None:
                 scaler.unscale_(optimizer)
-                clip(getattr(optimizer, "_precision_inner", optimizer), clip_norm, clip_value)
+                clip(getattr(optimizer, "_precision_inner", optimizer), norm, value)
         results = [scaler.step(optimizer) for optimizer in optimizers]
         if update:
             scaler.update()
@@ -259,3 +271,25 @@ class TorchPolicy(BoundPolicy):
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ScaledOptimizer):
             raise PolicyError(f"mp.optimizer takes a native torch.optim optimizer, not {type(optimizer).__name__}.")
         return ScaledOptimizer(optimizer, self.scaler if scaler is None else scaler, clip_norm, clip_value)
+
+
+def _refuse_module(tree: Any) -> None:
+    if isinstance(tree, torch.nn.Module):
+        raise PolicyError(
+            f"a {type(tree).__name__} is not cast as a tree. Give model and optimizer to mp.prepare, or cast "
+            "dict(model.named_parameters())."
+        )
+
+
+def _refuse_shared(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers that share a parameter: its one gradient would be unscaled once for each of them."""
+    seen: set[int] = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            ids = {id(param) for param in group["params"] if param.grad is not None}
+            if not seen.isdisjoint(ids):
+                raise LossScaleError(
+                    "two of the optimizers hold the same parameter, whose gradient would be unscaled twice. Give each "
+                    "parameter to one optimizer."
+                )
+        seen.update(id(param) for group in optimizer.param_groups for param in group["params"])

@@ -101,6 +101,8 @@ class PrecisionGradScaler(ScalerState):
                         continue
                     if grad.dtype in LOW:
                         _refuse_low(grad, f"param_groups[{g}]['params'][{i}]")
+                    if grad.is_conj() or grad.is_neg():  # lazy views, which cannot be written to
+                        grad = param.grad = grad.resolve_conj().resolve_neg()
                     if grad.layout is not torch.strided or grad.is_complex():
                         grad = widened(grad)
                     grads.append(grad)

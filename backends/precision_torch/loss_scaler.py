@@ -122,9 +122,9 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype in LOW:
         copied = tensor.detach().to(torch.float32)
     elif tensor.dtype is torch.complex32:
-        copied = tensor.detach().to(torch.complex64)
+        copied = tensor.detach().resolve_conj().to(torch.complex64)
     elif tensor.is_floating_point() or tensor.is_complex():
-        copied = tensor.detach().clone()
+        copied = tensor.detach().resolve_conj().resolve_neg().clone()
     else:
         return tensor
     return copied.coalesce() if copied.layout is torch.sparse_coo else copied

@@ -73,6 +73,10 @@ class ScaledOptimizer(torch.optim.Optimizer):
         """
         if closure is not None and self.scaler.is_enabled():
             raise LossScaleError("closures are not supported with loss scaling: the loss inside would not be scaled.")
+        if closure is not None and (self.clip_norm is not None or self.clip_value is not None):
+            raise LossScaleError(
+                "gradients made by a closure are not clipped here: clip them at the end of the closure."
+            )
         inner = self._precision_inner
         if self.scaler.is_enabled():
             self.scaler.unscale_(inner)

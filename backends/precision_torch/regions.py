@@ -15,11 +15,35 @@ from precision_torch.dtypes import NAME, TORCH, castable, dtype_name
 from precision_torch.tree import cast_tree, map_tensors, tensors_of
 
 
+class Autocast(torch.autocast):
+    """A ``torch.autocast`` whose decorated functions may call themselves, nest and run in threads.
+
+    The native decorator enters one region for all calls, which forgets what was around the first of them: after a
+    function that calls itself, autocasting stays switched on.
+    """
+
+    def __init__(self, device_type: str, **settings: Any) -> None:
+        super().__init__(device_type, **settings)
+        self._again = functools.partial(torch.autocast, device_type, **settings)
+
+    def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function: each call is a region of its own."""
+        again = self._again
+
+        @functools.wraps(func)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with again():
+                return func(*args, **kwargs)
+
+        return run
+
+
 def autocast_on(device_type: str, dtype: torch.dtype, cache: bool) -> torch.autocast:
     """``torch.autocast`` to a low dtype; switched off, whatever is around it, for float32."""
+    kind = torch.autocast if torch.compiler.is_compiling() else Autocast  # the compiler knows the native class
     if dtype is torch.float32:
-        return autocast_off(device_type)
-    return torch.autocast(device_type, dtype=dtype, enabled=True, cache_enabled=cache)
+        return kind(device_type, dtype=torch.get_autocast_dtype(device_type), enabled=False)
+    return kind(device_type, dtype=dtype, enabled=True, cache_enabled=cache)
 
 
 def autocast_off(device_type: str) -> torch.autocast:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -109,7 +110,8 @@ class ScalerState(torch.amp.GradScaler):
             self._state.scale.copy_(torch.where(value.isfinite(), bounded, self._state.scale))
             self._scale_floor = config.minimum
             return
-        if isinstance(new_scale, bool) or not config.minimum <= new_scale <= config.maximum:
+        number = isinstance(new_scale, numbers.Real) and not isinstance(new_scale, bool)
+        if not number or not config.minimum <= new_scale <= config.maximum:
             raise LossScaleError(
                 f"new_scale {new_scale!r} is outside [minimum, maximum] = [{config.minimum!r}, {config.maximum!r}]."
             )

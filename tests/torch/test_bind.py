@@ -146,3 +146,9 @@ def test_a_reduce_dtype_that_has_no_effect_is_said():
     with pytest.warns(precision.PrecisionWarning, match="reduce_dtype bfloat16 has no effect here") as caught:
         precision.bind(precision.PrecisionPolicy(reduce_dtype="bfloat16"), backend="torch")
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("cast", ["cast_to_param", "cast_to_compute", "cast_to_output"])
+def test_a_module_is_not_a_tree(cast):
+    with pytest.raises(PolicyError, match="mp.prepare"):
+        getattr(bind("bfloat16"), cast)(torch.nn.Linear(2, 2))

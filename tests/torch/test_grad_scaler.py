@@ -276,7 +276,7 @@ def test_a_new_scale_is_held_to_the_bounds():
     scaler, w = bind("float32", initial=4.0, minimum=1.0, maximum=64.0).grad_scaler(), weight()
     scaler.update(32.0)
     assert scaler.get_scale() == 32.0
-    for bad in (0.5, 65.0, math.nan, True):
+    for bad in (0.5, 65.0, math.nan, True, "4"):
         with pytest.raises(LossScaleError, match=r"minimum, maximum"):
             scaler.update(bad)
     for given, got in ((16.0, 16.0), (1e9, 64.0), (math.nan, 64.0), (0.0, 1.0)):
@@ -456,3 +456,17 @@ def test_an_optimizer_that_is_gone_is_not_mistaken_for_another():
         assert scaler.step(sgd(w)).taken
     scaler.update()
     assert [w.item() for w in ws] == [0.5] * 8
+
+
+def test_lazy_conjugates_and_negations():
+    scaler = bind("float32", initial=8.0).grad_scaler()
+    z = torch.nn.Parameter(torch.zeros(1, dtype=torch.complex64))
+    w = weight(0.0)
+    scaler.scale(torch.view_as_real(z.conj() * complex(1, 2)).sum()).backward()
+    w.grad = torch.full((1,), 8j).conj().imag
+    assert z.grad.is_conj() and w.grad.is_neg()
+    plain = (z.grad / 8).resolve_conj()
+    optimizer = sgd(z, w)
+    assert scaler.step(optimizer).taken
+    assert torch.equal(z.detach(), -0.5 * plain)
+    assert w.item() == 0.5

@@ -112,3 +112,9 @@ def test_empty_trees_are_finite_and_checks_raise():
     with pytest.raises(NonFiniteGradientsError):
         scaler.check(state)
     assert not issubclass(NonFiniteGradientsError, LossScaleError)
+
+
+def test_lazy_conjugates_are_unscaled():
+    scaler = scaler_of()
+    grads, finite = scaler.unscale([torch.full((1,), 8 + 16j).conj(), torch.full((1,), 8j).conj().imag], scaler.init())
+    assert (grads[0].item(), grads[1].item(), bool(finite)) == (1 - 2j, -1.0, True)

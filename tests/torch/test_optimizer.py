@@ -167,3 +167,38 @@ def test_a_wrapped_optimizer_may_be_given_to_step_and_to_a_scaler():
     assert scaler.step(optimizer).taken
     scaler.update()
     assert w.item() == 0.0
+
+
+def test_step_keeps_the_limits_of_a_wrapped_optimizer():
+    mp, w = bind("float32", initial=8.0), weight(0.0)
+    optimizer = wrapped(mp, w, clip_norm=1.0)
+    for clip, moved in (({}, 0.5), ({"clip_norm": 2.0}, 1.0)):
+        optimizer.zero_grad()
+        before = w.item()
+        mp.backward(w.sum() * 100)
+        mp.step(optimizer, **clip)
+        assert before - w.item() == pytest.approx(moved, rel=1e-5)
+
+
+def test_step_refuses_optimizers_that_share_a_parameter():
+    mp, w = bind("float32", initial=8.0), weight(1.0)
+    a, b = (torch.optim.SGD([w], lr=0.5) for _ in range(2))
+    mp.backward(w.sum())
+    with pytest.raises(LossScaleError, match="same parameter"):
+        mp.step(a, b)
+    assert w.item() == 1.0
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_lists_and_nothing_are_refused(policy):
+    mp, w = bind(policy), weight(1.0)
+    with pytest.raises(PolicyError, match="one by one"):
+        mp.step([torch.optim.SGD([w], lr=0.5)])
+    with pytest.raises(PolicyError, match=r"mp.backward\(loss\)"):
+        mp.backward()
+
+
+def test_a_closures_gradients_are_not_left_unclipped():
+    w = weight(1.0)
+    with pytest.raises(LossScaleError, match="not clipped"):
+        wrapped(bind("float32"), w, clip_norm=1.0).step(lambda: w.sum())

@@ -198,3 +198,24 @@ def test_custom_functions_outside_autocast_do_nothing():
     matmul, seen = make_function(mp, "compute")
     matmul(weight(1.0)[None], weight(2.0)[None]).sum().backward()
     assert seen["forward"] == (torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize("form", ["decorator", "function"])
+def test_decorated_functions_may_call_themselves(form):
+    def leaks(region):
+        def halve(n):
+            inside.append(torch.is_autocast_enabled("cpu"))
+            return again(n // 2) if n else 0
+
+        inside = []
+        again = region(halve)
+        try:
+            again(4)
+            return torch.is_autocast_enabled("cpu")
+        finally:
+            assert inside == [True] * 4
+            torch.set_autocast_enabled("cpu", False)
+
+    mp = bind("mixed_bfloat16")
+    assert leaks(torch.autocast("cpu", dtype=torch.bfloat16))  # the native fault: on for good
+    assert not leaks(mp.autocast() if form == "decorator" else mp.autocast)
