@@ -54,6 +54,8 @@ def value_and_grad(
             out = fun(*full, **kwargs)
             if cast_argnums is None and mp.casts_seen == casts and not mp.casts_traced:
                 _warn_uncast(mp, fun, [a for i, a in enumerate(args) if i not in nums])
+            if has_aux and not (isinstance(out, (list, tuple)) and len(out) == 2):  # a loss of two values would unpack
+                raise TypeError(f"with has_aux=True the function gives (loss, aux), not {type(out).__name__}.")
             loss, aux = out if has_aux else (out, None)
             return scaler.scale(loss, state), (cast_tree(loss, mp.policy.output_dtype), aux)
 

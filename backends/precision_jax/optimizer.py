@@ -76,9 +76,13 @@ def wrap_optimizer(mp: JaxPolicy, tx: Any, master_weights: bool | None) -> optax
         if not checks and finite is None:
             return steps, OptimizerState(jax.tree.map(_strong, inner_state), state.loss_scale, state.finite, masters)
         ok = all_finite(grads) if finite is None else jnp.asarray(finite, jnp.bool_)
+        if ok.ndim:
+            raise LossScaleError(
+                f"finite is one flag for all gradients, a boolean scalar; this one has shape {ok.shape}."
+            )
         return jax.tree.map(lambda step: _unless_skipped(ok, step), steps), OptimizerState(
             inner_state=select(ok, inner_state, state.inner_state),
-            loss_scale=scaler.update(scaler.checked(state.loss_scale), ok),
+            loss_scale=scaler.update(state.loss_scale, ok),
             finite=ok,
             masters=select(ok, masters, state.masters),
         )

@@ -81,6 +81,22 @@ class JaxLossScaler(LossScaler):
         inverse = 1.0 / scale
         return jax.tree.map(lambda leaf: _apply(jnp.multiply, leaf, inverse), grads)
 
+    def update(self, state: LossScaleState, finite: Any) -> LossScaleState:
+        """The state after a step; see :func:`precision.next_state`."""
+        return super().update(self.checked(state), finite)
+
+    def state_dict(self, state: LossScaleState) -> dict[str, float | int]:
+        """Save the state as a flat dict of plain numbers; see :func:`precision.loss_scale.state_to_dict`."""
+        return super().state_dict(self.checked(state))
+
+    def check(self, state: LossScaleState) -> None:
+        """Raise if more than ``max_consecutive_skips`` steps in a row were skipped. Reads the state from the device.
+
+        Raises:
+            NonFiniteGradientsError: the run diverges; the message gives the scale and what to try.
+        """
+        super().check(self.checked(state))
+
     def load_state_dict(self, saved: Any) -> LossScaleState:
         """Load a state saved under any backend, or a native one.
 

@@ -222,3 +222,31 @@ def test_the_whole_step_exports_without_callbacks():
     text = jax.jit(run.raw_step).lower(*run.init(), X[0], np.float32(1)).as_text()
     assert "callback" not in text
     assert "f16" in text
+
+
+def test_an_uncompiled_step_reads_nothing_from_the_device(monkeypatch):
+    """Every read of an array goes through the property ``_value``; counted here, with a read to prove that it counts."""
+    run = Run()
+    params, opt_state = run.init()
+    params, opt_state, _ = run.raw_step(params, opt_state, jnp.asarray(X[0]))
+    x = jnp.asarray(X[1])
+    array = type(x)
+    value, reads = array._value, []
+    monkeypatch.setattr(array, "_value", property(lambda self: reads.append(1) or value.fget(self)))
+    scaler = run.mp.loss_scaler
+
+    def step(params, opt_state):
+        def loss_fn(params, x):
+            return jnp.mean(run.mp.autocast(lambda p, x: x @ p["w"] + p["b"])(params, x) ** 2)
+
+        loss, grads = run.mp.value_and_grad(loss_fn)(params, x, loss_scale=opt_state.loss_scale)
+        updates, new = run.opt.update(grads, opt_state, params)
+        _, finite = scaler.unscale(grads, new.loss_scale)
+        scaler.update(new.loss_scale, finite)
+        return run.mp.select(new.finite, optax.apply_updates(params, updates), params), new, loss
+
+    for _ in range(3):
+        params, opt_state, loss = step(params, opt_state)
+    assert reads == []
+    float(loss)
+    assert len(reads) == 1

@@ -180,6 +180,13 @@ def test_a_loss_without_a_gradient_is_refused_as_jax_refuses_it():
         mp.value_and_grad(lambda w: (w > 0).sum())(jnp.ones(2), loss_scale=mp.loss_scaler.init())
 
 
+def test_aux_that_is_not_there_is_an_error():
+    """An array of two would otherwise unpack into a loss and an aux."""
+    mp = bind(PrecisionPolicy())
+    with pytest.raises(TypeError, match=r"has_aux=True the function gives \(loss, aux\)"):
+        mp.value_and_grad(lambda w: w * 2, has_aux=True)(jnp.ones(2))
+
+
 def test_argnums_from_numpy_and_named_twice():
     mp = bind(PrecisionPolicy())
     _, grad = mp.value_and_grad(lambda a, b: a * b, argnums=np.int64(1))(jnp.float32(2), jnp.float32(3))

@@ -161,6 +161,12 @@ def test_a_flag_found_elsewhere_is_used_instead_of_looking():
     assert "is_finite" not in str(given)
 
 
+def test_a_flag_an_element_is_refused():
+    opt = bind().optimizer(optax.sgd(0.1))
+    with pytest.raises(LossScaleError, match=r"finite is one flag .* shape \(2,\)"):
+        opt.update(jnp.ones(2), opt.init(jnp.ones(2)), jnp.ones(2), finite=jnp.isfinite(jnp.ones(2)))
+
+
 def test_a_flag_found_elsewhere_skips_without_a_loss_scale_too():
     opt = bind(PrecisionPolicy()).optimizer(optax.adam(0.1))
     params = jnp.ones(2)

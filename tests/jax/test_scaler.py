@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import jmp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 from flax import serialization
 from flax.training.dynamic_scale import DynamicScale
@@ -211,6 +212,10 @@ def test_what_is_no_state_is_refused():
         s.load_state_dict({"version": 1, "scale": 2.0})
     with pytest.raises(LossScaleError, match="LossScaleState.*not dict.*load_state_dict"):
         s.scale(jnp.float32(1), s.state_dict(s.init()))
+    opt_state = precision.bind("mixed_float16", backend="jax").optimizer(optax.sgd(0.1)).init(jnp.ones(1))
+    for call in (s.state_dict, s.check, lambda state: s.update(state, True)):
+        with pytest.raises(LossScaleError, match="opt_state.loss_scale.* not OptimizerState"):
+            call(opt_state)
     with pytest.raises(LossScaleError, match="not float"):
         s.unscale({"w": jnp.ones(1)}, 1024.0)
 
