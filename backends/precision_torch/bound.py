@@ -11,6 +11,7 @@ from precision.backend import BoundPolicy
 from precision.errors import LossScaleError, PolicyError
 from precision.policy import PrecisionPolicy
 from precision_torch import regions
+from precision_torch.attachments import attachments
 from precision_torch.clipping import clip, require_clip
 from precision_torch.dtypes import TORCH, cast, torch_dtype
 from precision_torch.grad_scaler import PrecisionGradScaler
@@ -227,14 +228,14 @@ class TorchPolicy(BoundPolicy):
             A :class:`StepResult`; for several optimizers a tuple of them.
 
         Raises:
-            LossScaleError: no loss was scaled since the last update, an optimizer stepped twice, or two optimizers hold
-                the same parameter.
+            LossScaleError: no loss was scaled since the last update, an optimizer stepped twice or has no gradients, or
+                two optimizers hold the same parameter.
         """
         if not optimizers or any(not hasattr(optimizer, "param_groups") for optimizer in optimizers):
             raise PolicyError("mp.step takes the optimizers of this iteration, one by one: mp.step(a, b).")
         scaler = self.scaler
         if len(optimizers) > 1 and scaler.is_enabled():
-            _refuse_shared(optimizers)
+            _require_gradients_apart(optimizers)
         require_clip(clip_norm, clip_value)
         for optimizer in optimizers:
             norm, value = clip_norm, clip_value
@@ -281,15 +282,22 @@ def _refuse_module(tree: Any) -> None:
         )
 
 
-def _refuse_shared(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers that share a parameter: its one gradient would be unscaled once for each of them."""
+def _require_gradients_apart(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Before any of several optimizers steps: each has gradients, and none that another would unscale once more."""
     seen: set[int] = set()
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            ids = {id(param) for param in group["params"] if param.grad is not None}
-            if not seen.isdisjoint(ids):
-                raise LossScaleError(
-                    "two of the optimizers hold the same parameter, whose gradient would be unscaled twice. Give each "
-                    "parameter to one optimizer."
-                )
-        seen.update(id(param) for group in optimizer.param_groups for param in group["params"])
+        masters = attachments(optimizer).masters
+        low = [] if masters is None else masters.low
+        params = [param for group in optimizer.param_groups for param in group["params"]] + low
+        ids = {id(param) for param in params if param.grad is not None}
+        if not ids:
+            raise LossScaleError(
+                f"{type(optimizer).__name__} has no gradients, and no optimizer has stepped. Leave it out of this mp.step, "
+                "or call mp.backward on a loss of its parameters first."
+            )
+        if not seen.isdisjoint(ids):
+            raise LossScaleError(
+                "two of the optimizers hold the same parameter, whose gradient would be unscaled twice. Give each "
+                "parameter to one optimizer."
+            )
+        seen |= ids

@@ -6,7 +6,7 @@ Everything is checked before anything is changed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,12 +61,13 @@ def prepare(
 
     originals = _cast_parameters(plan, optimizers)
     _pin_modules(policy, device_type, model)
-    cast_output(model, TORCH[policy.output_dtype])
+    for called in _called(model):
+        cast_output(called, TORCH[policy.output_dtype])
     for optimizer in optimizers:
         if low and master_weights:
             _keep_masters(model, optimizer, low, originals)
-        if policy.loss_scale.mode != "none":
-            _guard(model, optimizer, restore_on_skip)
+    if optimizers and policy.loss_scale.mode != "none":
+        _guard(model, optimizers, restore_on_skip)
 
 
 def _plan(policy: PrecisionPolicy, model: torch.nn.Module) -> _Plan:
@@ -196,9 +197,23 @@ def _cast_parameters(
     return originals
 
 
+def _never_called(module: torch.nn.Module) -> bool:
+    """Whether it is a container without a forward, such as a ``ModuleList``."""
+    return type(module).forward is torch.nn.Module.forward
+
+
+def _called(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The models whose results leave: the model, or those in it where it is but a container of several."""
+    if not _never_called(model):
+        yield model
+        return
+    for child in model.children():
+        yield from _called(child)
+
+
 def _pin_modules(policy: PrecisionPolicy, device_type: str, model: torch.nn.Module) -> None:
     for path, module in model.named_modules():
-        if type(module).forward is torch.nn.Module.forward:  # a container, which is never called
+        if _never_called(module):
             continue
         rule = policy.rule_for(path) if path else None
         if rule is not None:
@@ -224,7 +239,9 @@ def _keep_masters(
         model.register_load_state_dict_post_hook(AdoptOnLoad(masters))
 
 
-def _guard(model: torch.nn.Module, optimizer: torch.optim.Optimizer, which: Which) -> None:
+def _guard(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], which: Which) -> None:
+    """One guard for all optimizers, so that a skip goes back no further than the last step of any of them."""
     guard = None if which == "nothing" else SkippedState(model, which)
-    kept: Iterable[Any] = (old for old in attachments(optimizer).guards if old.model() is not model)
-    attach(optimizer).guards = [*kept, *([guard] if guard else [])]
+    for optimizer in optimizers:
+        kept: Iterable[Any] = (old for old in attachments(optimizer).guards if old.model() is not model)
+        attach(optimizer).guards = [*kept, *([guard] if guard else [])]

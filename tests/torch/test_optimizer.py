@@ -202,3 +202,29 @@ def test_a_closures_gradients_are_not_left_unclipped():
     w = weight(1.0)
     with pytest.raises(LossScaleError, match="not clipped"):
         wrapped(bind("float32"), w, clip_norm=1.0).step(lambda: w.sum())
+
+
+def test_no_optimizer_steps_if_another_has_no_gradients():
+    mp = bind("float32", initial=8.0)
+    a, b = weight(1.0), weight(1.0)
+    optimizers = [torch.optim.SGD([w], lr=0.5) for w in (a, b)]
+    mp.backward(a.sum())
+    with pytest.raises(LossScaleError, match="no gradients, and no optimizer has stepped"):
+        mp.step(*optimizers)
+    assert (a.item(), b.item()) == (1.0, 1.0)
+    assert mp.step(optimizers[0]).taken
+    assert (a.item(), b.item()) == (0.5, 1.0)
+
+
+def test_several_optimizers_with_masters_step_together():
+    mp = bind("bfloat16", initial=8.0)
+    models = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+    optimizers = []
+    for model in models:
+        torch.nn.init.ones_(model.weight)
+        optimizers.append(mp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), master_weights=True)[1])
+    with mp.autocast():
+        loss = models[1](models[0](torch.ones(1, 1))).sum()
+    mp.backward(loss)
+    assert all(mp.step(*optimizers))
+    assert [model.weight.item() for model in models] == [0.5, 0.5]

@@ -374,3 +374,13 @@ def test_lazy_modules_are_initialised_first(lazy, name):
         mp.prepare(model)
     model(torch.ones(2, 3))
     assert mp.prepare(model)[0] is model
+
+
+def test_the_results_of_models_in_a_container_leave_in_the_output_dtype():
+    mp = bind("mixed_bfloat16")
+    models = nn.ModuleList([nn.Linear(2, 2), nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})])
+    mp.prepare(models)
+    with mp.autocast():
+        assert models[0](torch.ones(1, 2)).dtype is torch.float32
+        assert models[1]["a"](torch.ones(1, 2)).dtype is torch.float32
+        assert models[1]["a"][0](torch.ones(1, 2)).dtype is torch.bfloat16

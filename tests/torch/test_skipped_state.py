@@ -151,3 +151,28 @@ def test_buffers_that_cannot_be_restored():
     model.cache = torch.zeros(5)
     with pytest.raises(PolicyError, match="changed its shape.*cache.*'batch_norm'"):
         step(mp, model, optimizer, GOOD)
+
+
+def test_optimizers_that_take_turns_go_back_to_the_last_step_of_either():
+    mp, model = bind("float32", initial=8.0), Net()
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model.layers[0], model.layers[1]))
+    mp.prepare(model, [first, second])
+    for _ in range(3):
+        assert step(mp, model, first, GOOD).taken
+    model.zero_grad()
+    before = buffers(model)
+    assert before["layers.1.num_batches_tracked"] == 3
+    assert step(mp, model, second, BAD).skipped
+    for name in ("layers.1.num_batches_tracked", "layers.1.running_mean", "layers.2.running_var"):
+        assert torch.equal(buffers(model)[name], before[name]), name
+
+
+def test_models_prepared_together_are_restored_together():
+    """A GAN's generator also runs in the discriminator's iterations."""
+    mp = bind("float32", initial=8.0)
+    generator, discriminator = nn.Sequential(nn.BatchNorm1d(2)), nn.Linear(2, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, discriminator)]
+    mp.prepare(nn.ModuleList([generator, discriminator]), optimizers)
+    mp.backward(discriminator(generator(BAD).detach()).sum())
+    assert mp.step(optimizers[1]).skipped
+    assert torch.equal(generator[0].running_mean, torch.zeros(2))
