@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from precision.backend import Backend, BoundPolicy
-from precision.errors import PolicyError
+from precision.errors import PolicyError, nearest
 from precision.formats import canonical_dtype
 from precision.policy import PrecisionPolicy
 from precision_tensorflow import casts
@@ -115,10 +115,17 @@ class TensorFlowPolicy(BoundPolicy):
                 :class:`~precision_tensorflow.optimizer.PrecisionLossScaleOptimizer`.
 
         Raises:
-            PolicyError: the policy cannot train, or the optimizer is wrapped already.
+            PolicyError: the policy cannot train, or the optimizer is wrapped already, or is none that Keras knows.
         """
         self.policy.require_trainable()
-        native = keras.optimizers.get(optimizer)
+        try:
+            native = keras.optimizers.get(optimizer)
+        except ValueError as error:
+            known = sorted(name.lower() for name in dir(keras.optimizers) if name[0].isupper())
+            meant = nearest(optimizer.lower(), known) if isinstance(optimizer, str) else ""
+            raise PolicyError(
+                f"mp.optimizer takes a Keras optimizer, its name or its config, not {optimizer!r}.{meant}"
+            ) from error
         if isinstance(native, PrecisionLossScaleOptimizer):
             raise PolicyError("this optimizer is wrapped already; pass the native one (optimizer.inner_optimizer).")
         if not isinstance(native, keras.optimizers.LossScaleOptimizer):

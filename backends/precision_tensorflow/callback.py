@@ -14,8 +14,9 @@ class LossScaleCallback(keras.callbacks.Callback):
     """Log ``loss_scale`` and ``skipped_steps`` at the end of each epoch, and look for too many skips in a row.
 
     Args:
-        every: batches between two looks at the device, at least 1. Left out, the policy's ``max_consecutive_skips``;
-            where that is not set either, only the end of each epoch reads it.
+        every: batches between two looks at the device, at least 1; with ``steps_per_execution`` above it, every execution
+            looks. Left out, the policy's ``max_consecutive_skips``; where that is not set either, only the end of each
+            epoch reads it.
 
     Raises:
         NonFiniteGradientsError: in ``fit``, more than ``max_consecutive_skips`` steps in a row were skipped; at most
@@ -28,12 +29,18 @@ class LossScaleCallback(keras.callbacks.Callback):
             raise PolicyError(f"every must be a whole number of batches of at least 1, not {every!r}.")
         self.every = every
         self._batches = 0
+        self._last = -1
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._last = -1
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         optimizer = self._optimizer()
         every = self.every or optimizer.loss_scale.max_consecutive_skips
-        self._batches += 1
-        if every is not None and self._batches % every == 0:
+        before = self._batches
+        self._batches += max(batch - self._last, 1)  # an execution may be of several batches
+        self._last = batch
+        if every is not None and self._batches // every > before // every:
             optimizer.check()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -27,9 +27,8 @@ _LOW_OR_SINGLE = {"float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m
 
 def float_dtype(leaf: Any) -> str | None:
     """The dtype name of a tensor-like leaf that may be cast; None for float64, integers, strings, None, and the like."""
-    dtype = getattr(leaf, "dtype", None)
-    name = getattr(dtype, "name", dtype)
-    return name if isinstance(name, str) and name in _LOW_OR_SINGLE else None
+    name = _dtype_name(leaf)
+    return name if name in _LOW_OR_SINGLE else None
 
 
 def cast_leaf(leaf: Any, dtype: str) -> Any:
@@ -109,8 +108,10 @@ def _cast_as_decided(policy: PrecisionPolicy, family: str, tree: Any) -> Any:
 
 
 def _dtype_name(leaf: Any) -> str | None:
-    dtype = getattr(leaf, "dtype", None)
-    name = getattr(dtype, "name", dtype)
+    # A layer (the ``self`` of a decorated method) and a TensorSpec have a dtype too, and are no tensors.
+    if not tf.is_tensor(leaf) and not isinstance(leaf, (np.ndarray, np.generic, keras.Variable, keras.KerasTensor)):
+        return None
+    name = getattr(leaf.dtype, "name", leaf.dtype)
     return name if isinstance(name, str) else None
 
 

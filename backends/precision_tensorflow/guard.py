@@ -7,13 +7,14 @@ the step begins: a guard around the step holds that snapshot, and a skipping opt
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from precision.errors import LossScaleError, PolicyError
+from precision.errors import LossScaleError, PolicyError, PrecisionWarning
 from precision_tensorflow.graphs import plain
 
 _threads = threading.local()
@@ -22,40 +23,62 @@ _threads = threading.local()
 class StateGuard:
     """A context manager around one training step: forward pass, gradients and ``optimizer.apply``.
 
-    Works eagerly, in ``tf.function`` and under XLA, and costs one read of each guarded variable a step. Guards nest.
+    Works eagerly, in ``tf.function`` and under XLA, and costs one read of each guarded variable a step. Guards nest. A
+    guard in which no optimizer looked for one, and so could not restore anything, warns when it is left.
 
     Args:
-        state: a Keras model or layer, whose non-trainable variables are guarded (frozen weights, metrics and random
-            seeds are not), or the variables themselves.
+        state: a built Keras model or layer, whose non-trainable variables are guarded (frozen weights, metrics and
+            random seeds are not), or the variables themselves.
 
     Raises:
-        LossScaleError: on ``apply``, when the guard was entered outside the ``tf.function`` that applies.
+        PolicyError: neither of these; on entering, the model has no variables yet.
+        LossScaleError: on entering a guard that is entered already; on ``apply``, when the guard was entered outside the
+            ``tf.function`` that applies.
     """
 
     def __init__(self, state: keras.layers.Layer | Iterable[Any]) -> None:
-        self._state = state if isinstance(state, keras.layers.Layer) else list(state)
+        self._state = state if isinstance(state, keras.layers.Layer) else _listed(state)
         self._snapshot: list[tuple[Any, Any]] = []
         self._graph: Any = None
+        self._looked_for = False
 
     @plain
     def __enter__(self) -> StateGuard:
+        if self in _stack():
+            raise LossScaleError("this guard is entered already: make another with mp.guard(...) for the inner step.")
+        if isinstance(self._state, keras.layers.Layer) and not self._state.built:
+            raise PolicyError(
+                f"mp.guard({self._state.name}) needs a built model, to know its statistics before the step: call it on a "
+                "batch first, or start it with keras.Input, or call build()."
+            )
         found = statistics(self._state) if isinstance(self._state, keras.layers.Layer) else self._state
         self._snapshot = [(variable, tf.identity(variable)) for variable in found]
         self._graph = _graph()
+        self._looked_for = False
         _stack().append(self)
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *exc: object) -> None:
         _stack().remove(self)
+        if kind is None and self._snapshot and not self._looked_for:
+            warnings.warn(
+                "no optimizer of mp.optimizer(...) asked for this guard, so nothing would have been put back on a skip: "
+                "the gradients were applied elsewhere, by another optimizer, or in a tf.function traced before. Enter "
+                "mp.guard inside the function, around the whole step.",
+                PrecisionWarning,
+                stacklevel=2,
+            )
         self._snapshot = []
 
     def restore(self) -> None:
         """Write the values from the beginning of the step back."""
+        self._looked_for = True
         for variable, value in self._snapshot:
             variable.assign(value)
 
     def check(self) -> None:
         """Refuse to restore eager values from inside a graph: they would be those of the first step for ever."""
+        self._looked_for = True
         if self._graph is None and _graph() is not None and self._snapshot:
             raise LossScaleError(
                 "mp.guard was entered outside the tf.function that applies the gradients, so it would restore the "
@@ -71,6 +94,17 @@ def statistics(layer: keras.layers.Layer) -> list[Any]:
             found += [v for v in part._non_trainable_variables if isinstance(v, keras.Variable)]
     unique = {id(v): v for v in found if getattr(v, "trainable", True) is False}
     return list(unique.values())
+
+
+def _listed(state: Any) -> list[Any]:
+    several = isinstance(state, Iterable) and not tf.is_tensor(state)
+    variables = list(state) if several else []
+    if not several or not all(hasattr(v, "assign") for v in variables):
+        raise PolicyError(
+            f"mp.guard takes a Keras model or layer, or a list of variables, not {type(state).__name__}. One variable goes "
+            "in as [variable]."
+        )
+    return variables
 
 
 def active_guards() -> list[StateGuard]:

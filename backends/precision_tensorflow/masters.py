@@ -5,6 +5,7 @@ Without them an update smaller than half a unit in the last place is lost, and A
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,14 +69,28 @@ class MasterWeights:
     @staticmethod
     def _copy(optimizer: Any, variable: Any) -> keras.Variable:
         name = getattr(variable, "path", variable.name).replace("/", "_").replace(":", "_")
-        copy = optimizer.add_variable(
-            variable.shape,
-            lambda shape, dtype: tf.cast(variable, dtype),
-            "float32",
-            name=f"{name}_master",
-        )
+        with _outside_graphs(variable):
+            copy = optimizer.add_variable(
+                variable.shape,
+                lambda shape, dtype: tf.cast(variable, dtype),
+                "float32",
+                name=f"{name}_master",
+            )
         copy.constraint = getattr(variable, "constraint", None)
         return copy
+
+
+def _outside_graphs(variable: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context that leaves the graph being traced, if the variable has a value there to copy.
+
+    XLA cannot run a function that creates a variable from another one's value.
+    """
+    native = variable.value if isinstance(variable, keras.Variable) else variable
+    if tf.executing_eagerly() or tf.distribute.has_strategy():
+        return contextlib.nullcontext()
+    with tf.init_scope():
+        ready = tf.executing_eagerly() and bool(native.is_initialized())
+    return tf.init_scope() if ready else contextlib.nullcontext()
 
 
 def dtype_name(variable: Any) -> str:

@@ -6,12 +6,14 @@ It wraps any Keras optimizer. Everything it remembers is an optimizer variable, 
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from precision.backend import check_leaf
 from precision.errors import LossScaleError, PolicyError, UnsupportedError
 from precision.loss_scale import LossScale, LossScaleState, next_state, state_from_dict, state_to_dict
 from precision_tensorflow.graphs import plain
@@ -82,6 +84,9 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             )
         if sum(value is not None for value in (clipnorm, global_clipnorm, clipvalue)) > 1:
             raise PolicyError("at most one of clipnorm, global_clipnorm and clipvalue can be set.")
+        for setting, value in (("clipnorm", clipnorm), ("global_clipnorm", global_clipnorm), ("clipvalue", clipvalue)):
+            if value is not None and not (_is_number(value) and 0 < value < float("inf")):
+                raise PolicyError(f"{setting} must be a finite number above 0, or left out; not {value!r}.")
         super().__init__(inner_optimizer, config.initial_scale, config.growth_interval, name=name)
         self.clipnorm, self.global_clipnorm, self.clipvalue = clipnorm, global_clipnorm, clipvalue
         self.master_weights = master_weights
@@ -129,12 +134,14 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Raises:
             LossScaleError: no loss was ever scaled by this optimizer.
+            MixedFrameworksError: a gradient is another framework's tensor.
             NonFiniteGradientsError: in eager code, more skips in a row than allowed (looked at now and then).
         """
-        grads = list(grads)
+        grads = [_tensor_or_none(grad) for grad in grads]
         if not grads:
             return
         variables = self._known(grads, trainable_variables)
+        guards = active_guards()
         if self._config.mode == "none":
             self._take(grads, variables)
             return
@@ -144,7 +151,6 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "gradients were applied but no loss was scaled: they would be divided by a scale they were never "
                 "multiplied with. Differentiate optimizer.scale_loss(loss), or loss * optimizer.scale."
             )
-        guards = active_guards()
         state = self._state()
         checked = [
             None if self._overwrite_variable_with_gradient(v) else g for g, v in zip(grads, variables, strict=True)
@@ -188,6 +194,23 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self.inner_optimizer.finalize_variable_values(self._masters.of(variables))
             self._masters.write_back(variables)
         self.check()
+
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """Leave variables out of the inner optimizer's weight decay; before it is built, as in Keras."""
+        self.inner_optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrecisionLossScaleOptimizer:
+        """A copy for the same variables, with scale, counters, master weights and inner slots of its own."""
+        copy = self.from_config(self.get_config())
+        copy._loss_was_scaled, copy._eager_steps = self._loss_was_scaled, self._eager_steps
+        if self.built:
+            copy.build(self._trainable_variables)
+        elif self.inner_optimizer.built:  # it was a native run's
+            copy.inner_optimizer.build(self.inner_optimizer._trainable_variables)
+        for target, source in zip(copy.variables, self.variables, strict=True):
+            target.assign(source)
+        memo[id(self)] = copy
+        return copy
 
     def get_config(self) -> dict[str, Any]:
         """Settings as plain values; ``from_config`` makes an equal optimizer of them."""
@@ -290,6 +313,18 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self._eager_steps += 1
             if self._eager_steps % limit == 0:
                 self.check()
+
+
+def _tensor_or_none(grad: Any) -> Any:
+    """A gradient as a tensor (``tf.IndexedSlices`` stay), so that none goes by unscaled and unchecked."""
+    check_leaf(grad, "tensorflow")
+    if grad is None or (tf.is_tensor(grad) and not isinstance(grad, keras.Variable)):
+        return grad
+    return tf.convert_to_tensor(grad)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def native_state(optimizer: keras.optimizers.LossScaleOptimizer) -> dict[str, float | int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import Counter
 from typing import Any
 
 import keras
@@ -26,8 +27,8 @@ def prepare(policy: PrecisionPolicy, model: keras.Model, *, guard: bool = True) 
     """Check a model against the policy and mend what Keras leaves open.
 
     * **Outputs.** A Sequential or functional model with outputs in another dtype is continued by a casting layer on
-      each such output, named after it and the dtype (``head_float32``); layers and weights are shared, and it is the
-      returned model that is to be compiled. A model class of its own gets its ``call`` wrapped in place.
+      each such output, named after it and the dtype (``head_float32``, and ``head_float32_1`` where one layer gives
+      several outputs); layers and weights are shared, and it is the returned model that is to be compiled. A model class of its own gets its ``call`` wrapped in place.
     * **Statistics.** With a loss scale that can skip steps, every training step (``fit``, ``train_on_batch``) puts
       BatchNorm statistics and other non-trainable state back when it is skipped.
     * **Warnings.** A module rule that covers no layer, a model without any layer in the compute dtype (one made outside
@@ -71,8 +72,14 @@ def _with_outputs(policy: PrecisionPolicy, model: keras.Model) -> keras.Model:
             "mp.prepare adds output layers to this model, which is compiled already: prepare, then compile."
         )
 
+    taken: Counter[str] = Counter()
+
     def cast(tensor: Any, name: str) -> Any:
-        return tensor if _as_wished(tensor, policy) else output_layer(policy, f"{name}_{policy.output_dtype}")(tensor)
+        if _as_wished(tensor, policy):
+            return tensor
+        taken[name] += 1
+        again = f"_{taken[name] - 1}" if taken[name] > 1 else ""
+        return output_layer(policy, f"{name}_{policy.output_dtype}{again}")(tensor)
 
     if isinstance(model, keras.Sequential):
         layers = [*model.layers, output_layer(policy, f"{model.layers[-1].name}_{policy.output_dtype}")]

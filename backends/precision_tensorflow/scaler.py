@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -39,7 +40,8 @@ def unscale(config: LossScale, grads: Sequence[Any], scale: Any) -> tuple[list[A
 
     Args:
         config: the settings; their upper bound tells whether a reciprocal is safe.
-        grads: floating tensors or ``tf.IndexedSlices``; anything else (None, integers) passes through.
+        grads: floating or complex tensors, arrays, numbers or ``tf.IndexedSlices``; anything else (None, integers)
+            passes through.
         scale: float32 scalar.
 
     Returns:
@@ -54,18 +56,25 @@ def unscale(config: LossScale, grads: Sequence[Any], scale: Any) -> tuple[list[A
 
     out: list[Any] = []
     finite: list[Any] = []
-    for grad in grads:
-        if isinstance(grad, tf.IndexedSlices) and grad.values.dtype.is_floating:
-            values = undo(grad.values)
-            out.append(tf.IndexedSlices(values, grad.indices, grad.dense_shape))
-        elif tf.is_tensor(grad) and not isinstance(grad, tf.IndexedSlices) and grad.dtype.is_floating:
-            values = undo(tf.convert_to_tensor(grad))
-            out.append(values)
-        else:
+    for grad in map(_as_tensor, grads):
+        if not tf.is_tensor(grad) or not (grad.dtype.is_floating or grad.dtype.is_complex):
             out.append(grad)
             continue
-        finite.append(tf.reduce_all(tf.math.is_finite(values)))
+        if isinstance(grad, tf.IndexedSlices):
+            values = undo(grad.values)
+            out.append(tf.IndexedSlices(values, grad.indices, grad.dense_shape))
+        else:
+            values = undo(tf.convert_to_tensor(grad))
+            out.append(values)
+        parts = (tf.math.real(values), tf.math.imag(values)) if values.dtype.is_complex else (values,)
+        finite += [tf.reduce_all(tf.math.is_finite(part)) for part in parts]
     return out, tf.reduce_all(tf.stack(finite)) if finite else tf.constant(True)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    """A NumPy array or scalar, a Python float or a Keras variable as a tensor; anything else as it is."""
+    arrays = (np.ndarray, np.generic, float, complex, keras.Variable)
+    return tf.convert_to_tensor(leaf) if isinstance(leaf, arrays) else leaf
 
 
 class TensorFlowLossScaler(LossScaler):
@@ -96,8 +105,7 @@ class TensorFlowLossScaler(LossScaler):
             check_leaf(leaf, "tensorflow")
         if self.config.mode == "none":
             return grads, tf.constant(True)
-        tensors = [tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
-        unscaled, finite = unscale(self.config, tensors, state.scale)
+        unscaled, finite = unscale(self.config, leaves, state.scale)
         return tf.nest.pack_sequence_as(grads, unscaled), finite
 
     @plain

@@ -154,3 +154,32 @@ def test_another_frameworks_tensor_is_refused():
     for call in calls:
         with pytest.raises(MixedFrameworksError, match=r"tensorflow backend holds a torch.Tensor, which is torch's"):
             call(tree)
+
+
+def test_methods_of_layers_can_be_marked_and_a_spec_is_no_tensor():
+    """``self`` is a layer, which has a dtype as a tensor has."""
+    mp = unscaled("mixed_bfloat16")
+
+    class Mine(keras.layers.Layer):
+        @mp.op("matmul")
+        def product(self, x):
+            return self, x
+
+        @mp.island("bfloat16")
+        def low(self, x):
+            return self, x
+
+        @mp.autocast
+        def both(self, x):
+            return self, tf.convert_to_tensor(x.dtype.name), x
+
+    layer, x = Mine(), tf.ones(3)
+    for method in (layer.product, layer.low):
+        given, seen = method(x)
+        assert given is layer
+        assert seen.dtype == tf.bfloat16
+    given, inside, outside = layer.both(x)
+    assert given is layer
+    assert (inside.numpy(), outside.dtype) == (b"bfloat16", tf.float32)
+    spec = tf.TensorSpec((), tf.float32)
+    assert mp.cast_to_compute([spec])[0] is spec

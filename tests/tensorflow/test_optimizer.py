@@ -4,8 +4,16 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import torch
 
-from precision import LossScale, LossScaleError, MasterWeightsError, NonFiniteGradientsError, PolicyError
+from precision import (
+    LossScale,
+    LossScaleError,
+    MasterWeightsError,
+    MixedFrameworksError,
+    NonFiniteGradientsError,
+    PolicyError,
+)
 from precision_tensorflow import PrecisionLossScaleOptimizer
 from tests.tensorflow.helpers import apply, bind, equal, unscaled, values
 
@@ -329,3 +337,51 @@ def test_the_end_of_fit_does_not_bring_old_master_weights_back():
     v.assign([8.0])  # weights loaded after the last step
     wrapped.finalize_variable_values([v])
     assert values([v])[0].tolist() == [8.0]
+
+
+def test_numpy_gradients_are_unscaled_and_checked():
+    wrapped = bind().optimizer(keras.optimizers.SGD(1.0))
+    (v,) = variables([0.0, 0.0])
+    scale = float(wrapped.scale)
+    wrapped.apply([np.array([1.0, 2.0], np.float32) * np.float32(scale)], [v])
+    assert values([v])[0].tolist() == [-1.0, -2.0]
+    wrapped.apply([np.array([1.0, NAN], np.float32)], [v])
+    assert values([v])[0].tolist() == [-1.0, -2.0]
+    assert wrapped.state_dict()["skipped"] == 1
+    wrapped.apply([[float(wrapped.scale)] * 2], [v])
+    assert values([v])[0].tolist() == [-2.0, -3.0]
+    with pytest.raises(MixedFrameworksError, match=r"holds a torch\.Tensor"):
+        wrapped.apply([torch.ones(2)], [v])
+
+
+def test_a_complex_variable_steps_as_the_bare_optimizer_steps_it():
+    """A complex gradient is unscaled and checked as any other."""
+    bare, wrapped = keras.optimizers.SGD(1.0), bind().optimizer(keras.optimizers.SGD(1.0))
+    a, b = tf.Variable([0j], dtype=tf.complex64), tf.Variable([0j], dtype=tf.complex64)
+    grad = tf.constant([1 + 2j], tf.complex64)
+    bare.apply([grad], [a])
+    wrapped.apply([grad * tf.cast(wrapped.scale, tf.complex64)], [b])
+    wrapped.apply([tf.constant([complex(0, np.nan)], tf.complex64)], [b])
+    assert a.numpy().tolist() == b.numpy().tolist() == [-1 - 2j]
+
+
+def test_exclusions_from_weight_decay_reach_the_inner_optimizer():
+    wrapped = bind().optimizer(keras.optimizers.AdamW(0.1, weight_decay=0.5))
+    wrapped.exclude_from_weight_decay(var_names=["bias"])
+    bias, kernel = keras.Variable([1.0], name="bias"), keras.Variable([1.0], name="kernel")
+    apply(wrapped, [bias, kernel], [np.zeros(1, np.float32)] * 2)
+    assert values([bias])[0].tolist() == [1.0]
+    assert values([kernel])[0][0] == pytest.approx(0.95)
+
+
+@pytest.mark.parametrize("made", ["adamm", 3])
+def test_what_is_no_optimizer_is_refused(made):
+    with pytest.raises(PolicyError, match="mp.optimizer takes a Keras optimizer") as error:
+        bind().optimizer(made)
+    assert ("Did you mean 'adam'" in str(error.value)) == (made == "adamm")
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), True, "1"])
+def test_clipping_bounds_are_validated(value):
+    with pytest.raises(PolicyError, match="clipvalue must be a finite number above 0"):
+        bind().optimizer("sgd", clipvalue=value)

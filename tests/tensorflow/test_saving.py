@@ -1,5 +1,6 @@
 """Saving and loading: scale, counters and the inner optimizer's state come back, and training goes on as if uninterrupted."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -190,3 +191,30 @@ def test_model_weights_alone_do_not_touch_the_optimizer(tmp_path):
     model.save_weights(tmp_path / "m.weights.h5")
     model.load_weights(tmp_path / "m.weights.h5")
     assert model.optimizer.state_dict() == before
+
+
+@pytest.mark.parametrize("master_weights", [None, True])
+def test_a_deep_copy_carries_everything_and_goes_its_own_way(master_weights):
+    """Keras's own deep copy of a built optimizer drops its variables."""
+    mp = bind("float32" if master_weights is None else "bfloat16", **SCALING)
+    optimizer = trained(mp, master_weights=master_weights, clipnorm=5.0).optimizer
+    other = copy.deepcopy(optimizer)
+    assert other.get_config() == optimizer.get_config()
+    assert other.state_dict() == optimizer.state_dict()
+    assert equal(values(other.variables), values(optimizer.variables))
+    assert {id(v) for v in other.variables}.isdisjoint(id(v) for v in optimizer.variables)
+    before = values(optimizer.variables)
+    variables = optimizer._trainable_variables
+    other.apply([tf.ones(v.shape, v.dtype) for v in variables], variables)
+    assert equal(values(optimizer.variables), before)
+    assert int(other.iterations) == int(optimizer.iterations) + 1
+
+
+def test_a_deep_copy_of_a_wrapped_native_run_keeps_its_slots():
+    native = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1), initial_scale=64.0)
+    native.apply([tf.constant([64.0])], [keras.Variable([1.0])])
+    ours = bind().optimizer(native)
+    other = copy.deepcopy(ours)
+    assert other.state_dict() == ours.state_dict()
+    assert len(other.variables) > 7
+    assert equal(values(other.variables), values(ours.variables))

@@ -152,3 +152,24 @@ def test_the_scaler_and_the_optimizer_do_not_wait_on_the_host(monkeypatch):
     ours = _count_reads(monkeypatch, eager(mp.optimizer("sgd")))
     native = _count_reads(monkeypatch, eager(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())))
     assert ours <= native  # eager code has to ask whether to step; once a step, no more than Keras does
+
+
+def test_arrays_and_numbers_and_variables_are_gradients_too():
+    scaler = TensorFlowLossScaler(DYNAMIC)
+    leaves = [np.float32(16.0), 16.0, np.full((), 16.0), keras.Variable(16.0), tf.Variable(16.0), tf.constant(16.0)]
+    out, finite = scaler.unscale(leaves, scaler.init())
+    assert [float(x) for x in out] == [2.0] * 6
+    assert bool(finite)
+    for bad in (np.float32(np.nan), float("inf"), np.full(2, np.nan), keras.Variable(np.inf)):
+        assert not bool(scaler.unscale([bad, tf.constant(1.0)], scaler.init())[1])
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_complex_gradients_are_unscaled_and_checked(jit):
+    scaler = TensorFlowLossScaler(DYNAMIC)
+    unscale = tf.function(scaler.unscale, jit_compile=jit)
+    (got,), finite = unscale([tf.constant([16 + 8j], tf.complex64)], scaler.init())
+    assert got.numpy().tolist() == [2 + 1j]
+    assert bool(finite)
+    for bad in (complex(np.nan, 0), complex(0, np.inf)):
+        assert not bool(unscale([tf.constant([1 + 1j, bad], tf.complex64)], scaler.init())[1])

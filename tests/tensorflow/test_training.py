@@ -1,5 +1,7 @@
 """Whole training steps: ``fit`` compiled and not, custom loops in and out of ``tf.function``, and statistics kept on skips."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -443,3 +445,72 @@ def test_a_model_class_of_its_own_is_prepared_in_place_and_trains():
     assert equal(before, values(model.weights))
     assert not np.array_equal(before[4], np.zeros(3))  # the moving mean did move in training mode
     assert model.predict(X, verbose=0).dtype == np.float32
+
+
+def test_outputs_that_share_a_layer_get_names_of_their_own():
+    mp = unscaled("mixed_bfloat16")
+    with mp.scope():
+        x, y = keras.Input((5, 4)), keras.Input((4,))
+        sequence, *states = keras.layers.LSTM(2, return_state=True, name="lstm")(x)
+        dense = keras.layers.Dense(2, name="d")
+        model = mp.prepare(keras.Model([x, y], [sequence, *states, dense(y), dense(-y)]))
+    assert model.output_names == ["lstm_float32", "lstm_float32_1", "lstm_float32_2", "d_float32", "d_float32_1"]
+    assert {out.dtype for out in model([np.zeros((2, 5, 4)), np.zeros((2, 4))])} == {tf.float32}
+
+
+def test_a_guard_needs_variables_to_guard():
+    model = keras.Sequential([keras.layers.Dense(2), keras.layers.BatchNormalization()])
+    with pytest.raises(PolicyError, match="needs a built model"), bind().guard(model):
+        pass
+    for wrong in (tf.Variable([1.0, 2.0]), keras.Variable(1.0), [tf.constant(1.0)], 3):
+        with pytest.raises(PolicyError, match="a list of variables, not"):
+            bind().guard(wrong)
+
+
+def test_a_guard_is_not_entered_twice_at_once_but_again():
+    w = tf.Variable(1.0)
+    guard, optimizer, v = bind().guard([w]), bind().optimizer("sgd"), keras.Variable([1.0])
+    with guard, pytest.raises(LossScaleError, match="entered already"), guard:
+        pass
+    for _ in range(2):
+        with guard:
+            w.assign_add(1.0)
+            optimizer.apply([tf.constant([np.nan]) * optimizer.scale], [v])
+    assert float(w) == 1.0
+
+
+def test_a_guard_that_nothing_asked_for_warns():
+    """A function traced without a guard cannot restore one that its caller enters later."""
+    mp = bind("mixed_bfloat16")
+    with mp.scope():
+        model = mp.prepare(small_model(norm=True))
+    step = tf.function(loop(mp, model, mp.optimizer("sgd"), guard=False))
+    step(tf.constant(X), tf.constant(Y))
+    with pytest.warns(PrecisionWarning, match="asked for this guard"), mp.guard(model):
+        step(tf.constant(X), tf.constant(Y))
+    unscaling = unscaled("mixed_bfloat16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrecisionWarning)
+        loop(unscaling, model, unscaling.optimizer("sgd"))(tf.constant(X), tf.constant(Y))
+
+
+def test_the_callback_counts_batches_not_executions():
+    mp = bind(max_consecutive_skips=2)
+    model = mp.prepare(small_model())
+    model.compile(optimizer=mp.optimizer("sgd"), loss="mse", steps_per_execution=3)
+    bad = np.full((8 * 12, 4), np.nan, np.float32)
+    with pytest.raises(NonFiniteGradientsError, match=r"^6 steps in a row"):  # the end of the second execution
+        model.fit(bad, bad[:, :2], batch_size=8, verbose=0, callbacks=[mp.callback(every=5)])
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_master_weights_start_from_the_variables_however_fit_runs(how):
+    mp = bind("bfloat16")
+    with mp.scope():
+        model = mp.prepare(small_model())
+    start = values(model.trainable_variables)
+    model.compile(optimizer=mp.optimizer(keras.optimizers.SGD(0.0), master_weights=True), loss="mse", **HOW[how])
+    model.train_on_batch(X, Y)
+    masters = [v for v in model.optimizer.variables if v.name.endswith("_master")]
+    assert equal(values(masters), start)
+    assert equal(values(model.trainable_variables), start)
