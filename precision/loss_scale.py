@@ -227,6 +227,12 @@ def state_from_dict(config: LossScale, saved: Mapping[str, Any]) -> LossScaleSta
             "this policy. Widen the bounds, or start from a fresh state."
         )
     counters = [_count(fields, name) for name in LossScaleState._fields[1:]]
+    if config.mode == "dynamic" and config.initial > 1.0 and scale == 1.0 and counters[0] == counters[2] == 0:
+        # A scale that began above 1 comes down to it through skips only.
+        raise StateError(
+            "the saved state is that of a run without loss scaling (scale 1, no step counted): growing from 1 would take "
+            "long. Start from a fresh state instead of loading it."
+        )
     return LossScaleState(np.float32(scale), *(np.int32(c) for c in counters))
 
 

@@ -196,11 +196,18 @@ class PrecisionPolicy(FrozenModel):
         """Check that gradients computed under this policy will not silently vanish.
 
         Raises:
-            PolicyError: ops compute in float16 and the loss is not scaled.
+            PolicyError: ops, or the modules or ops of a rule, compute in float16 and the loss is not scaled.
         """
-        if self.compute_dtype == "float16" and self.loss_scale.mode == "none":
+        if self.loss_scale.mode != "none":
+            return
+        low = next(
+            (f"rules.{i}.dtype ({(r.module or r.family)!r})" for i, r in enumerate(self.rules) if r.dtype == "float16"),
+            None,
+        )
+        field = "compute_dtype" if self.compute_dtype == "float16" else low
+        if field is not None:
             raise PolicyError(
-                "training with compute_dtype float16 and loss_scale.mode 'none' loses small gradients: those below 6e-8 "
+                f"training with {field} float16 and loss_scale.mode 'none' loses small gradients: those below 6e-8 "
                 "become zero. Set loss_scale.mode to 'dynamic', or compute in bfloat16.",
-                [("loss_scale.mode", "must not be 'none' when compute_dtype is float16")],
+                [("loss_scale.mode", f"must not be 'none' when {field} is float16")],
             )

@@ -57,7 +57,6 @@ def prepare(
     if low and master_weights and not optimizers:
         raise MasterWeightsError("master_weights=True needs the optimizer: mp.prepare(model, optimizer, ...).")
     _require_masters(plan, low, master_weights)
-    _require_scaled(policy, plan, optimizers)
 
     originals = _cast_parameters(plan, optimizers)
     _pin_modules(policy, device_type, model)
@@ -114,22 +113,6 @@ def _require_one_dtype(policy: PrecisionPolicy, model: torch.nn.Module, plan: _P
                     f"rule {rule.module!r} asks for {rule.dtype}, but {name} is the same tensor as {plan.names[param]}, "
                     f"which is {dtype_name(plan.dtypes[param])}. Give both modules the same rule, or none."
                 )
-
-
-def _require_scaled(policy: PrecisionPolicy, plan: _Plan, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse to train what a rule makes float16 when the loss is not scaled."""
-    if not optimizers or policy.loss_scale.mode != "none":
-        return
-    names = [
-        name
-        for param, name in plan.names.items()
-        if param.requires_grad and (rule := policy.rule_for(name)) is not None and rule.dtype == "float16"
-    ]
-    if names:
-        raise PolicyError(
-            f"a rule trains {', '.join(names[:10])} in float16 and loss_scale.mode is 'none': gradients below 6e-8 become "
-            "zero. Set loss_scale.mode to 'dynamic', or let the rule say bfloat16."
-        )
 
 
 def _require_own_parameters(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -141,6 +141,16 @@ def test_bad_states_are_refused(saved, message):
         state_from_dict(LossScale(mode="dynamic"), saved)
 
 
+def test_a_state_without_loss_scaling_is_not_taken_for_a_scale_of_one():
+    unscaled = state_to_dict(initial_state(LossScale()))
+    with pytest.raises(StateError, match="run without loss scaling"):
+        state_from_dict(LossScale(mode="dynamic"), unscaled)
+    assert state_from_dict(LossScale(), unscaled).scale == 1.0
+    assert state_from_dict(LossScale(mode="dynamic", initial=1.0), unscaled).scale == 1.0
+    came_down = {**unscaled, "skipped": 16, "consecutive_skips": 1}
+    assert state_from_dict(LossScale(mode="dynamic"), came_down).scale == 1.0
+
+
 class NumpyScaler(LossScaler):
     """The smallest backend there can be."""
 

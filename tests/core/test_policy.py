@@ -174,6 +174,10 @@ def test_training_in_float16_needs_a_loss_scale():
     policy = PrecisionPolicy(compute_dtype="float16")
     with pytest.raises(PolicyError, match=r"loss_scale\.mode to 'dynamic'"):
         policy.require_trainable()
+    with pytest.raises(PolicyError, match=r"rules\.1\.dtype \('b'\) float16"):
+        PrecisionPolicy(
+            compute_dtype="bfloat16", rules=[Rule(module="a", dtype="float32"), Rule(module="b", dtype="float16")]
+        ).require_trainable()
     for name in PRESETS:
         PrecisionPolicy.from_name(name).require_trainable()
 

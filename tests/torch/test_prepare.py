@@ -356,11 +356,13 @@ def test_a_rule_that_a_tied_weight_cannot_follow_is_refused():
 def test_a_rule_that_trains_in_float16_needs_a_loss_scale():
     policy = PrecisionPolicy.from_name("mixed_bfloat16").with_(rules=(Rule(module="head", dtype="float16"),))
     model = Net()
-    with pytest.raises(PolicyError, match=r"head.weight, head.bias in float16.*'none'"):
+    with pytest.raises(PolicyError, match=r"rules\.0\.dtype \('head'\) float16.*'none'"):
         bind(policy).prepare(model, trained(model), master_weights=True)
     assert model.head.weight.dtype is torch.float32
-    model.head.requires_grad_(False)
-    bind(policy).prepare(model, trained(model))
+    model.head.requires_grad_(False)  # gradients still pass through it on their way
+    with pytest.raises(PolicyError, match="'none'"):
+        bind(policy).prepare(model, trained(model))
+    bind(policy).prepare(model)  # to run, not to train
     assert model.head.weight.dtype is torch.float16
 
 
