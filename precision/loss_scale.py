@@ -227,8 +227,9 @@ def state_from_dict(config: LossScale, saved: Mapping[str, Any]) -> LossScaleSta
             "this policy. Widen the bounds, or start from a fresh state."
         )
     counters = [_count(fields, name) for name in LossScaleState._fields[1:]]
-    if config.mode == "dynamic" and config.initial > 1.0 and scale == 1.0 and counters[0] == counters[2] == 0:
-        # A scale that began above 1 comes down to it through skips only.
+    never_scaled = "version" in saved and scale == 1.0 and counters[0] == counters[2] == 0
+    if never_scaled and config.mode == "dynamic" and config.initial > 1.0:
+        # A scale that began above 1 comes down to it through skips only (native states do not count those).
         raise StateError(
             "the saved state is that of a run without loss scaling (scale 1, no step counted): growing from 1 would take "
             "long. Start from a fresh state instead of loading it."

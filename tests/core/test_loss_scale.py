@@ -147,6 +147,8 @@ def test_a_state_without_loss_scaling_is_not_taken_for_a_scale_of_one():
         state_from_dict(LossScale(mode="dynamic"), unscaled)
     assert state_from_dict(LossScale(), unscaled).scale == 1.0
     assert state_from_dict(LossScale(mode="dynamic", initial=1.0), unscaled).scale == 1.0
+    native = {"scale": 1.0, "_growth_tracker": 0}  # it may have come down: skips are not in it
+    assert state_from_dict(LossScale(mode="dynamic"), native).scale == 1.0
     came_down = {**unscaled, "skipped": 16, "consecutive_skips": 1}
     assert state_from_dict(LossScale(mode="dynamic"), came_down).scale == 1.0
 
