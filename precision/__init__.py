@@ -6,9 +6,11 @@
 
 from precision._version import __version__
 from precision.backend import Backend, BoundPolicy, Capability
+from precision.checkpoint import CheckpointStore
 from precision.errors import (
     BackendNotFoundError,
     BackendUnavailableError,
+    CheckpointError,
     ConfigError,
     LossScaleError,
     MasterWeightsError,
@@ -42,6 +44,8 @@ __all__ = [
     "BackendUnavailableError",
     "BoundPolicy",
     "Capability",
+    "CheckpointError",
+    "CheckpointStore",
     "ConfigError",
     "FloatFormat",
     "LossScale",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class PrecisionError(Exception):
@@ -62,8 +63,39 @@ class MasterWeightsError(PrecisionError, ValueError):
     """Trainable parameters are in a low-precision dtype and no float32 master copies are kept."""
 
 
+class CheckpointError(PrecisionError, ValueError):
+    """A checkpoint is truncated, damaged, of another kind, or could not be written by all processes. Nothing was changed."""
+
+
 class NonFiniteGradientsError(PrecisionError, FloatingPointError):
-    """More steps in a row were skipped for non-finite gradients than ``max_consecutive_skips`` allows."""
+    """More steps in a row were skipped for non-finite gradients than ``max_consecutive_skips`` allows.
+
+    Attributes:
+        tensors: the gradients that were not finite (:class:`precision.divergence.NonFiniteTensor`), parameters' order.
+        scales: the loss scales of the last steps and the next one, oldest first, as far as the state tells.
+        consecutive_skips: steps skipped in a row.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        tensors: Iterable[Any] = (),
+        scales: Iterable[float] = (),
+        consecutive_skips: int = 0,
+    ) -> None:
+        super().__init__(message)
+        self.tensors: tuple[Any, ...] = tuple(tensors)
+        self.scales: tuple[float, ...] = tuple(scales)
+        self.consecutive_skips = consecutive_skips
+
+    def __reduce__(self) -> tuple[Any, ...]:  # keyword-only fields cross process boundaries
+        fields = {"tensors": self.tensors, "scales": self.scales, "consecutive_skips": self.consecutive_skips}
+        return _rebuilt, (type(self), str(self), fields)
+
+
+def _rebuilt(kind: type[NonFiniteGradientsError], message: str, fields: dict[str, Any]) -> NonFiniteGradientsError:
+    return kind(message, **fields)
 
 
 class PrecisionWarning(UserWarning):

@@ -15,7 +15,7 @@ import numpy as np
 import pydantic
 
 from precision._model import FrozenModel
-from precision.errors import NonFiniteGradientsError, PolicyError, StateError
+from precision.errors import PolicyError, StateError
 
 STATE_VERSION = 1
 
@@ -335,17 +335,19 @@ class LossScaler(abc.ABC):
         """Load a state saved under any backend, or a native one; see :func:`state_from_dict`."""
         return self.from_host(state_from_dict(self.config, saved))
 
-    def check(self, state: LossScaleState) -> None:
+    def check(self, state: LossScaleState, tensors: Any = ()) -> None:
         """Raise if more than ``max_consecutive_skips`` steps in a row were skipped. Reads the state from the device.
 
+        Args:
+            state: the state after a step.
+            tensors: the gradients that were not finite (:class:`~precision.divergence.NonFiniteTensor`) to name in the
+                error; or a function that gives them, called only if it is raised.
+
         Raises:
-            NonFiniteGradientsError: the run diverges; the message gives the scale and what to try.
+            NonFiniteGradientsError: the run diverges; names the tensors, the way of the scale, and what to try.
         """
         limit = self.config.max_consecutive_skips
         if limit is not None and int(state.consecutive_skips) > limit:
-            raise NonFiniteGradientsError(
-                f"{int(state.consecutive_skips)} steps in a row had non-finite gradients and were skipped "
-                f"(max_consecutive_skips = {limit}); the loss scale is {float(state.scale):g}, {int(state.skipped)} steps "
-                "were skipped in all. The loss or a gradient is NaN or inf whatever the scale: lower the learning rate, "
-                "look for a division by zero or log of 0, or use bfloat16, whose range is that of float32."
-            )
+            from precision.divergence import divergence_error
+
+            raise divergence_error(self.config, state, tensors)
