@@ -88,10 +88,11 @@ def divergence_error(
     found = tuple(tensors() if callable(tensors) else tensors)
     scales = recent_scales(config, state)
     skips = int(state.consecutive_skips)
-    lines = [
+    summary = (
         f"{skips} steps in a row had non-finite gradients and were skipped (max_consecutive_skips = "
         f"{config.max_consecutive_skips}); {int(state.skipped)} steps were skipped in all."
-    ]
+    )
+    lines = [summary]
     if found:
         more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         lines.append(f"First gradients that are not finite: {', '.join(map(str, found[:SHOWN]))}{more}.")
