@@ -6,6 +6,7 @@ SHELL := /bin/sh
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+WORKERS ?= 2
 DEMO_ARGS ?=
 
 VENV := .venv
@@ -39,13 +40,14 @@ help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "PYTHON chooses the interpreter (3.11 or newer) that .venv is made with; now: $(PYTHON)."
+	@echo "WORKERS is how many processes share the tests (now: $(WORKERS))."
 	@echo "PYTEST_ARGS goes to pytest: make test PYTEST_ARGS='tests/core -x'; DEMO_ARGS to the demo."
 
 demo: install  ## train the same models in all three frameworks from one precision.toml, and compare
 	@$(BIN)/precision demo --config examples/precision.toml $(DEMO_ARGS)
 
 test: install  ## run the tests
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: install  ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .

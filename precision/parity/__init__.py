@@ -1,6 +1,14 @@
-"""The cross-backend parity suite: the same decisions and the same numbers, in tiers T0 to T4."""
+"""The cross-backend parity suite: the same decisions and the same numbers, in tiers T0 to T4, on one device and on several."""
 
-from precision.parity.adapter import Array, OpResult, ParityAdapter, TrainResult, TrainSpec
+from precision.parity.adapter import (
+    Array,
+    OpResult,
+    ParityAdapter,
+    ReplicaResult,
+    ReplicaSpec,
+    TrainResult,
+    TrainSpec,
+)
 from precision.parity.cases import CASES, OpCase
 from precision.parity.models import MODELS, initial_weights
 
@@ -11,6 +19,8 @@ __all__ = [
     "OpCase",
     "OpResult",
     "ParityAdapter",
+    "ReplicaResult",
+    "ReplicaSpec",
     "TrainResult",
     "TrainSpec",
     "initial_weights",

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from precision.errors import UnsupportedError
 from precision.loss_scale import LossScale
 from precision.policy import PrecisionPolicy
 
@@ -91,11 +92,49 @@ class TrainResult:
     weights: dict[str, Array]
 
 
+@dataclasses.dataclass(frozen=True)
+class ReplicaSpec:
+    """Steps of data-parallel training on several replicas, some of which overflow at some steps.
+
+    The parameters are one float32 vector of four zeros. On replica ``r`` (from 0) the loss is
+    ``12 * (r + 1) * sum(parameters)`` times ``factors[step, r]`` (the poison: 1, infinity or NaN), and then the loss scale;
+    gradients are averaged over the replicas; the optimizer is plain SGD with a learning rate of ``2**-6``, without clipping.
+    With 2, 3 or 4 replicas all of it is exact in float32 (12 divides by each).
+
+    Attributes:
+        config: mode ``"dynamic"`` or ``"static"``.
+        factors: float32 ``(steps, replicas)``.
+    """
+
+    config: LossScale
+    factors: Array
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas."""
+        return int(self.factors.shape[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaResult:
+    """What each replica held after each step.
+
+    Attributes:
+        states: the loss-scale state's five fields, in order, as float64 ``(replicas, steps, 5)``.
+        weights: the parameters, float32 ``(replicas, steps, 4)``.
+    """
+
+    states: Array
+    weights: Array
+
+
 class ParityAdapter(abc.ABC):
     """One backend's side of the parity suite.
 
     Attributes:
         name: the backend's name.
+        engines: what it trains several replicas with (``"ddp"``, ``"mirrored"``, ``"shard_map"``), for :meth:`replicated`;
+            empty if it does not.
         flushes_subnormals: dtypes whose subnormals the framework's cast flushes to zero on this machine (stated, not
             hidden: T2 then expects exactly that).
         saturates: dtypes whose overflow the framework's cast turns into the largest finite value, where ``ml_dtypes`` gives
@@ -103,6 +142,7 @@ class ParityAdapter(abc.ABC):
     """
 
     name: str
+    engines: tuple[str, ...] = ()
     flushes_subnormals: frozenset[str] = frozenset()
     saturates: frozenset[str] = frozenset()
 
@@ -146,3 +186,17 @@ class ParityAdapter(abc.ABC):
     @abc.abstractmethod
     def train(self, spec: TrainSpec) -> TrainResult:
         """Perform a training run with the backend's public API (autocast, scaler or optimizer of the bound policy)."""
+
+    def replicated(self, engine: str, specs: Sequence[ReplicaSpec]) -> list[ReplicaResult]:
+        """Train several replicas with one of :attr:`engines`, through the backend's public API, for each spec.
+
+        May be called in a daemonic process: start others with :func:`precision.testing.run_ranks`.
+
+        Args:
+            engine: one of :attr:`engines`.
+            specs: any number of them, with different settings and numbers of replicas; they are independent runs.
+
+        Returns:
+            A result for each spec, in order.
+        """
+        raise UnsupportedError(f"backend {self.name!r} trains on one device only; it has no engine {engine!r}.")

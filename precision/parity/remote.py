@@ -16,7 +16,15 @@ from typing import Any, Literal
 from precision.backend import Backend
 from precision.errors import PrecisionError
 from precision.loss_scale import LossScale
-from precision.parity.adapter import Array, OpResult, ParityAdapter, TrainResult, TrainSpec
+from precision.parity.adapter import (
+    Array,
+    OpResult,
+    ParityAdapter,
+    ReplicaResult,
+    ReplicaSpec,
+    TrainResult,
+    TrainSpec,
+)
 from precision.policy import PrecisionPolicy
 
 
@@ -51,7 +59,7 @@ class RemoteAdapter(ParityAdapter):
         self._process.start()
         child.close()
         self.name = backend
-        self.flushes_subnormals, self.saturates = self._receive()
+        self.flushes_subnormals, self.saturates, self.engines = self._receive()
 
     def __enter__(self) -> RemoteAdapter:
         return self
@@ -88,6 +96,10 @@ class RemoteAdapter(ParityAdapter):
 
     def train(self, spec: TrainSpec) -> TrainResult:
         result: TrainResult = self._call("train", spec)
+        return result
+
+    def replicated(self, engine: str, specs: Sequence[ReplicaSpec]) -> list[ReplicaResult]:
+        result: list[ReplicaResult] = self._call("replicated", engine, list(specs))
         return result
 
     def peak_bytes(self) -> int:
@@ -133,7 +145,7 @@ def _serve(pipe: Connection, name: str, log: str) -> None:
 
         backend = get_backend(name)
         adapter: ParityAdapter = backend.parity()
-        pipe.send((True, (adapter.flushes_subnormals, adapter.saturates)))
+        pipe.send((True, (adapter.flushes_subnormals, adapter.saturates, adapter.engines)))
     except Exception as error:  # noqa: BLE001 - handed to the parent, which raises it
         pipe.send((False, _told(error)))
         return
