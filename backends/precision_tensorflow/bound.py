@@ -111,7 +111,8 @@ class TensorFlowPolicy(BoundPolicy):
         Args:
             optimizer: a Keras optimizer, its name or config. A native ``LossScaleOptimizer`` is taken apart: its inner
                 optimizer is wrapped and its scale taken over.
-            kwargs: ``name``, ``clipnorm``, ``global_clipnorm``, ``clipvalue``, ``master_weights``; see
+            kwargs: ``name``, ``clipnorm``, ``global_clipnorm``, ``clipvalue``, ``master_weights``, ``reduce_dtype`` (the
+                policy's if left out); see
                 :class:`~precision_tensorflow.optimizer.PrecisionLossScaleOptimizer`.
 
         Raises:
@@ -126,6 +127,7 @@ class TensorFlowPolicy(BoundPolicy):
             raise PolicyError(
                 f"mp.optimizer takes a Keras optimizer, its name or its config, not {optimizer!r}.{meant}"
             ) from error
+        kwargs = {"reduce_dtype": self.policy.reduce_dtype, **kwargs}
         if isinstance(native, PrecisionLossScaleOptimizer):
             raise PolicyError("this optimizer is wrapped already; pass the native one (optimizer.inner_optimizer).")
         if not isinstance(native, keras.optimizers.LossScaleOptimizer):

@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from precision.errors import LossScaleError, PolicyError, PrecisionWarning
+from precision_tensorflow import replicas
 from precision_tensorflow.graphs import plain
 
 _threads = threading.local()
@@ -70,11 +71,15 @@ class StateGuard:
             )
         self._snapshot = []
 
-    def restore(self) -> None:
-        """Write the values from the beginning of the step back."""
-        self._looked_for = True
-        for variable, value in self._snapshot:
-            variable.assign(value)
+    @property
+    def snapshot(self) -> list[Any]:
+        """The values from the beginning of the step."""
+        return [value for _, value in self._snapshot]
+
+    @property
+    def variables(self) -> list[Any]:
+        """What they are the values of."""
+        return [variable for variable, _ in self._snapshot]
 
     def check(self) -> None:
         """Refuse to restore eager values from inside a graph: they would be those of the first step for ever."""
@@ -113,6 +118,18 @@ def active_guards() -> list[StateGuard]:
     for guard in guards:
         guard.check()
     return guards
+
+
+def restore(guards: Iterable[StateGuard], snapshots: Iterable[Iterable[Any]]) -> None:
+    """Write values from the beginning of the step back; under several replicas, to each of them its own.
+
+    Args:
+        guards: of the step.
+        snapshots: what each held, in the context that this is called in.
+    """
+    for guard, values in zip(guards, snapshots, strict=True):
+        for variable, value in zip(guard.variables, values, strict=True):
+            replicas.write_back(variable, value)
 
 
 def guard_steps(model: keras.Model) -> None:

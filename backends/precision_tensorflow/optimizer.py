@@ -6,6 +6,7 @@ It wraps any Keras optimizer. Everything it remembers is an optimizer variable, 
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,11 +16,13 @@ import tensorflow as tf
 
 from precision.backend import check_leaf
 from precision.errors import LossScaleError, PolicyError, UnsupportedError
+from precision.formats import canonical_dtype
 from precision.loss_scale import LossScale, LossScaleState, next_state, state_from_dict, state_to_dict
+from precision_tensorflow import replicas
 from precision_tensorflow.graphs import plain
-from precision_tensorflow.guard import active_guards
+from precision_tensorflow.guard import active_guards, restore
 from precision_tensorflow.masters import MasterWeights
-from precision_tensorflow.replicas import branch, refuse_replicas
+from precision_tensorflow.nonfinite import NonFiniteRecord
 from precision_tensorflow.scaler import TensorFlowLossScaler, scale_loss, unscale
 
 _CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
@@ -33,6 +36,9 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     restores what :class:`~precision_tensorflow.guard.StateGuard` guards. With ``gradient_accumulation_steps`` set on
     the inner optimizer a non-finite micro-batch is left out of the accumulation, which then takes one more.
 
+    Under ``tf.distribute`` gradients are summed over the replicas first (Keras's ``fit`` divides the loss by their number;
+    a loop of your own has to), then unscaled, checked, clipped and applied, or skipped, on all replicas alike.
+
     Args:
         inner_optimizer: a Keras optimizer.
         loss_scale: a :class:`~precision.LossScale`, or the mapping it is saved as.
@@ -42,6 +48,8 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             inside, a norm beyond float32's range counts as an overflow.
         master_weights: with float16 or bfloat16 trainable variables, True keeps float32 copies that are updated and
             then rounded into the variables; False trains without; None refuses such variables.
+        reduce_dtype: what gradients are summed over replicas in (wider ones in their own); they are cast to it for the
+            sum, scaled as they are, and back to float32.
 
     Raises:
         PolicyError: a setting is not valid.
@@ -63,10 +71,11 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         global_clipnorm: float | None = None,
         clipvalue: float | None = None,
         master_weights: bool | None = None,
+        reduce_dtype: str = "float32",
         **kwargs: Any,
     ) -> None:
         if kwargs:
-            known = "clipnorm, global_clipnorm, clipvalue, master_weights, name"
+            known = "clipnorm, global_clipnorm, clipvalue, master_weights, reduce_dtype, name"
             raise PolicyError(
                 f"{next(iter(kwargs))} is not a setting of the wrapper ({known}): set it on the optimizer inside."
             )
@@ -90,8 +99,10 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         super().__init__(inner_optimizer, config.initial_scale, config.growth_interval, name=name)
         self.clipnorm, self.global_clipnorm, self.clipvalue = clipnorm, global_clipnorm, clipvalue
         self.master_weights = master_weights
+        self.reduce_dtype = canonical_dtype(reduce_dtype)
         self._config = config
         self._masters: MasterWeights | None = None
+        self._nonfinite: NonFiniteRecord | None = None
         self._loss_was_scaled = False
         self._eager_steps = 0
         # int64 counters, as Keras's own: they have GPU kernels, where int32 ones live on the host.
@@ -115,6 +126,8 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._masters = MasterWeights(self, variables, self.master_weights)
         self.inner_optimizer.build(self._masters.of(variables))
         keras.Optimizer.build(self, variables)
+        if self._config.max_consecutive_skips is not None:
+            self._nonfinite = NonFiniteRecord([getattr(v, "path", v.name) for v in variables])
 
     @plain
     def scale_loss(self, loss: Any) -> Any:
@@ -142,32 +155,55 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return
         variables = self._known(grads, trainable_variables)
         guards = active_guards()
-        if self._config.mode == "none":
-            self._take(grads, variables)
-            return
-        refuse_replicas()
-        if not self._loss_was_scaled:
+        scaled = self._config.mode != "none"
+        several = replicas.require_ready(self, scaled)
+        if scaled and not self._loss_was_scaled:
             raise LossScaleError(
                 "gradients were applied but no loss was scaled: they would be divided by a scale they were never "
                 "multiplied with. Differentiate optimizer.scale_loss(loss), or loss * optimizer.scale."
             )
-        state = self._state()
         checked = [
             None if self._overwrite_variable_with_gradient(v) else g for g, v in zip(grads, variables, strict=True)
         ]
+        own = checked
+        if several:
+            keep_dtype = not scaled and (self._masters is None or not self._masters.kept)
+            checked = replicas.summed(own, self.reduce_dtype, keep_dtype)
+        if not scaled:
+            self._take(_filled(checked, grads), variables)
+            return
+        state = self._state()
         unscaled, finite = unscale(self._config, checked, state.scale)
         if self.global_clipnorm or self.inner_optimizer.global_clipnorm:
             # Keras's clipping makes NaN of gradients whose norm is infinite.
             finite = finite & tf.math.is_finite(tf.linalg.global_norm(unscaled))
-        ready = [g if new is None else new for g, new in zip(grads, unscaled, strict=True)]
+        self._branch(replicas.agreed(finite), own, unscaled, _filled(unscaled, grads), variables, guards)
 
-        def skip() -> None:
-            for guard in guards:
-                guard.restore()
+    def _branch(
+        self,
+        finite: Any,
+        own: list[Any],
+        unscaled: list[Any],
+        ready: list[Any],
+        variables: list[Any],
+        guards: list[Any],
+    ) -> None:
+        """Take the step or skip it, and move the state, by a flag that is the same on all replicas."""
+        record = self._nonfinite
+        noted = [] if record is None else [own if record.replicas > 1 else [], unscaled]
+        places = [self._get_variable_index(v) for v in variables]
 
-        branch(finite, self._take, (ready, variables), skip)
-        self._assign_state(next_state(self._config, state, finite, tf))
-        self._check_now_and_then()
+        def skip(snapshots: list[Any], *gradients: list[Any]) -> None:
+            restore(guards, snapshots)
+            if record is not None:
+                record.write(places, *gradients)
+
+        def after(flag: Any) -> None:
+            self._assign_state(next_state(self._config, self._state(), flag, tf))
+            self._check_now_and_then()
+
+        snapshots = [guard.snapshot for guard in guards]
+        replicas.branch(finite, self._take, (ready, variables), skip, (snapshots, *noted), after)
 
     @plain
     def apply_gradients(self, grads_and_vars: Any) -> Any:
@@ -220,6 +256,7 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             "loss_scale": self._config.effective(),
             "master_weights": self.master_weights,
+            "reduce_dtype": self.reduce_dtype,
             **clipping,
         }
 
@@ -264,9 +301,14 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._assign_state(state_from_dict(self._config, saved))
 
     def check(self) -> None:
-        """Raise ``NonFiniteGradientsError`` if more steps in a row were skipped than allowed. Reads the device."""
+        """Raise ``NonFiniteGradientsError`` if more steps in a row were skipped than allowed. Reads the device.
+
+        Under several replicas and workers all hold the same state, so that all of them raise at the same step; what they
+        name was gathered from all when the last step was skipped.
+        """
         if self._config.max_consecutive_skips is not None:
-            TensorFlowLossScaler(self._config).check(self._state())
+            record = self._nonfinite
+            TensorFlowLossScaler(self._config).check(self._state(), () if record is None else record.tensors)
 
     def _state(self) -> LossScaleState:
         variables = (self.dynamic_scale, self.step_counter, self.hysteresis_left, self.skipped, self.consecutive_skips)
@@ -300,12 +342,13 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _take(self, grads: list[Any], variables: list[Any]) -> None:
         if self.clipnorm or self.global_clipnorm or self.clipvalue:
             grads = self._clip_gradients(grads)
-        if self._masters is None or not self._masters.kept:
-            self.inner_optimizer.apply(grads, variables)
-        else:
-            self._masters.read_in(variables)
-            self.inner_optimizer.apply(grads, self._masters.of(variables))
-            self._masters.write_back(variables)
+        masters = self._masters if self._masters is not None and self._masters.kept else None
+        if masters is not None:
+            masters.read_in(variables)
+        with replicas.sums_done(self.inner_optimizer) if replicas.count() > 1 else contextlib.nullcontext():
+            self.inner_optimizer.apply(grads, variables if masters is None else masters.of(variables))
+        if masters is not None:
+            masters.write_back(variables)
 
     def _check_now_and_then(self) -> None:
         limit = self._config.max_consecutive_skips
@@ -321,6 +364,11 @@ def _tensor_or_none(grad: Any) -> Any:
     if grad is None or (tf.is_tensor(grad) and not isinstance(grad, keras.Variable)):
         return grad
     return tf.convert_to_tensor(grad)
+
+
+def _filled(values: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+    """The values, and where there is none (None, or a variable that its gradient overwrites) the gradient as it came."""
+    return [grad if value is None else value for value, grad in zip(values, grads, strict=True)]
 
 
 def _is_number(value: Any) -> bool:

@@ -68,6 +68,12 @@ class TensorFlowParity(ParityAdapter):
         bound: Any = self._backend.bind(policy)
         return bound  # type: ignore[no-any-return]
 
+    def tensor(self, array: Array) -> Any:
+        return tf.constant(array)
+
+    def array(self, tensor: Any) -> Array:
+        return np.asarray(tensor)
+
     def run_op(self, mp: Any, case: str, family: str, inputs: Sequence[Array]) -> OpResult:
         seen: list[str] = []
 
