@@ -74,6 +74,14 @@ class JaxParity(ParityAdapter):
 
     name = "jax"
 
+    def tensor(self, array: Array) -> Any:
+        """An array on JAX's default device."""
+        return jnp.asarray(array)
+
+    def array(self, tensor: Any) -> Array:
+        """The values."""
+        return np.asarray(tensor)
+
     def run_op(self, mp: Any, case: str, family: str, inputs: Sequence[Array]) -> OpResult:
         """Run a case's op, compiled, under ``mp.op(family)``."""
         seen: list[str] = []

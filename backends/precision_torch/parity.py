@@ -52,6 +52,15 @@ class TorchParity(ParityAdapter):
         self._backend = backend
         self._device = device
 
+    def tensor(self, array: Array) -> torch.Tensor:
+        """A tensor on the adapter's device."""
+        return to_torch(array).to(self._device)
+
+    def array(self, tensor: Any) -> Array:
+        """Values and dtype, those of ``ml_dtypes`` included."""
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        return flat.view(torch.uint8).numpy().view(np.dtype(dtype_name(tensor.dtype))).reshape(tuple(tensor.shape))
+
     def run_op(self, mp: Any, case: str, family: str, inputs: Sequence[Array]) -> OpResult:
         """Run one op wrapped in ``mp.op(family)``, inside ``mp.autocast()``, and note the dtypes it saw."""
         seen: list[tuple[str, ...]] = []
@@ -139,7 +148,7 @@ def _native(mp: Any, finite: Sequence[bool], start: Any) -> list[dict[str, float
 
 def to_torch(array: Array) -> torch.Tensor:
     """A tensor of a NumPy array's dtype, those of ``ml_dtypes`` included."""
-    array = np.ascontiguousarray(array)
+    array = np.asarray(array, order="C")  # ascontiguousarray would add an axis to a scalar
     if array.dtype.name in TORCH and array.dtype.name not in ("float32", "float16"):
         bits = torch.from_numpy(array.view(f"u{array.dtype.itemsize}"))
         return bits.view(TORCH[array.dtype.name])

@@ -135,6 +135,7 @@ class ParityAdapter(abc.ABC):
         name: the backend's name.
         engines: what it trains several replicas with (``"ddp"``, ``"mirrored"``, ``"shard_map"``), for :meth:`replicated`;
             empty if it does not.
+        models: the models of :meth:`train` that it has; empty if it does not train.
         flushes_subnormals: dtypes whose subnormals the framework's cast flushes to zero on this machine (stated, not
             hidden: T2 then expects exactly that).
         saturates: dtypes whose overflow the framework's cast turns into the largest finite value, where ``ml_dtypes`` gives
@@ -143,8 +144,20 @@ class ParityAdapter(abc.ABC):
 
     name: str
     engines: tuple[str, ...] = ()
+    models: tuple[str, ...] = ("mlp", "cnn", "transformer", "chars")
     flushes_subnormals: frozenset[str] = frozenset()
     saturates: frozenset[str] = frozenset()
+
+    def tensor(self, array: Array) -> Any:
+        """The framework's tensor of a NumPy array's values and dtype (those of ``ml_dtypes`` included), on its device.
+
+        The conformance kit needs it; the tiers do not.
+        """
+        raise UnsupportedError(f"the adapter of backend {self.name!r} has no tensor(): the conformance kit needs it.")
+
+    def array(self, tensor: Any) -> Array:
+        """The NumPy array of a tensor's (or a device scalar's) values and dtype; :meth:`tensor`'s inverse."""
+        raise UnsupportedError(f"the adapter of backend {self.name!r} has no array(): the conformance kit needs it.")
 
     @abc.abstractmethod
     def run_op(self, mp: Any, case: str, family: str, inputs: Sequence[Array]) -> OpResult:

@@ -44,7 +44,7 @@ def replica_specs(count: int, replicas: int, steps: int = 12, seed: int = 0) -> 
 
 def expected(spec: ReplicaSpec) -> ReplicaResult:
     """What must come of a spec: the pure rule's states, and the closed form of the weights, on every replica."""
-    finite = np.isfinite(spec.factors).all(axis=1)
+    finite: Array = np.asarray(np.isfinite(spec.factors).all(axis=1))
     plan = FaultPlan.from_finite(finite[:, None])
     states = [[state[name] for name in LossScaleState._fields] for state in plan.trajectory(spec.config, len(finite))]
     gradient = np.float32(12 * np.mean(np.arange(1, spec.replicas + 1)))

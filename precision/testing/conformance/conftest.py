@@ -1,0 +1,25 @@
+"""``PRECISION_BACKEND=NAME pytest --pyargs precision.testing.conformance``: the backend to test.
+
+An environment variable, because pytest does not read the options of a package that is named with ``--pyargs``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+import pytest
+
+from precision.testing.conformance.kit import Kit, make_kit
+
+VARIABLE = "PRECISION_BACKEND"
+
+
+@pytest.fixture(scope="session")
+def kit() -> Kit:
+    """The kit for the backend that was asked for: a name, or module:Class of one that is not registered."""
+    name = os.environ.get(VARIABLE, "")
+    if not name:
+        raise pytest.UsageError(f"name the backend: {VARIABLE}=NAME pytest --pyargs precision.testing.conformance")
+    module, _, attribute = name.partition(":")
+    return make_kit(getattr(importlib.import_module(module), attribute)() if attribute else name)
