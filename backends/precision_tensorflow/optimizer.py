@@ -170,7 +170,8 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             keep_dtype = not scaled and (self._masters is None or not self._masters.kept)
             checked = replicas.summed(own, self.reduce_dtype, keep_dtype)
         if not scaled:
-            self._take(_filled(checked, grads), variables)
+            ready = _filled(checked, grads)
+            replicas.step(self._take, (ready, variables), self.inner_optimizer)
             return
         state = self._state()
         unscaled, finite = unscale(self._config, checked, state.scale)
@@ -203,7 +204,7 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self._check_now_and_then()
 
         snapshots = [guard.snapshot for guard in guards]
-        replicas.branch(finite, self._take, (ready, variables), skip, (snapshots, *noted), after)
+        replicas.branch(finite, self._take, (ready, variables), skip, (snapshots, *noted), after, self.inner_optimizer)
 
     @plain
     def apply_gradients(self, grads_and_vars: Any) -> Any:

@@ -14,11 +14,12 @@ from typing import Any
 import tensorflow as tf
 
 from precision.errors import LossScaleError, UnsupportedError
+from precision_tensorflow.cadence import on_each_replica
 
 _MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 _REFUSED = (
     (tf.distribute.experimental.ParameterServerStrategy, "its workers step at different times, so that none can agree"),
-    (tf.distribute.experimental.CentralStorageStrategy, "TensorFlow has deprecated it, and Keras 3 does not train with it"),
+    (tf.distribute.experimental.CentralStorageStrategy, "it is experimental in TensorFlow, and has not been tried here"),
     (tf.distribute.TPUStrategy, "it has not been tried here; TPUs compute in bfloat16, which needs no loss scale"),
 )  # fmt: skip
 
@@ -96,6 +97,7 @@ def branch(
     skip: Callable[..., None],
     skip_args: tuple[Any, ...],
     after: Callable[[Any], None],
+    inner: Any,
 ) -> None:
     """Take or skip a step, and then do what follows either.
 
@@ -109,6 +111,7 @@ def branch(
         skip: called with ``skip_args`` otherwise; across replicas where they are merged, in replica context elsewhere.
         skip_args: tensors, in lists.
         after: called with the flag once a process, where replicas are merged; once a replica elsewhere.
+        inner: the optimizer that ``take`` applies.
     """
     context = tf.distribute.get_replica_context()
     if context is None or tf.__internal__.distribute.strategy_supports_no_merge_call():
@@ -118,10 +121,19 @@ def branch(
 
     def across(strategy: Any, flags: Any, merged: tuple[Any, ...], skipped: tuple[Any, ...]) -> None:
         flag = strategy.experimental_local_results(flags)[0]
-        tf.cond(flag, lambda: strategy.extended.call_for_each_replica(take, args=merged), lambda: skip(*skipped))
+        tf.cond(flag, lambda: on_each_replica(inner, strategy, take, merged), lambda: skip(*skipped))
         after(flag)
 
     context.merge_call(across, args=(finite, args, skip_args))
+
+
+def step(take: Callable[..., None], args: tuple[Any, ...], inner: Any) -> None:
+    """Take a step that cannot be skipped; arguments as for :func:`branch`."""
+    context = tf.distribute.get_replica_context()
+    if count() == 1 or context is None or tf.__internal__.distribute.strategy_supports_no_merge_call():
+        take(*args)
+    else:
+        context.merge_call(lambda strategy, merged: on_each_replica(inner, strategy, take, merged), args=(args,))
 
 
 def write_back(variable: Any, value: Any) -> None:
