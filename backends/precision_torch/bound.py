@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from precision.backend import BoundPolicy
+from precision.divergence import NonFiniteTensor
 from precision.errors import LossScaleError, PolicyError
 from precision.policy import PrecisionPolicy
-from precision_torch import regions
+from precision_torch import fsdp, regions
+from precision_torch.agreement import Group, groups_of_optimizer, require_group
 from precision_torch.attachments import attachments
 from precision_torch.clipping import clip, require_clip
+from precision_torch.comm_hooks import register_comm_hook
 from precision_torch.dtypes import TORCH, cast, torch_dtype
+from precision_torch.engines import distributed
 from precision_torch.grad_scaler import PrecisionGradScaler
 from precision_torch.loss_scaler import TorchLossScaler
+from precision_torch.nonfinite import named_gradients, nonfinite_tensors
 from precision_torch.optimizer import ScaledOptimizer
 from precision_torch.prepare import prepare
 from precision_torch.skipped_state import Which
 from precision_torch.tree import cast_tree, map_tensors
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     from precision_torch.backend import TorchBackend
 
 
@@ -32,6 +39,7 @@ class TorchPolicy(BoundPolicy):
         policy: the policy.
         backend: the backend.
         device: the device it is bound to.
+        process_group: who agrees on overflows, if that was given.
         loss_scaler: the neutral loss scaler, with explicit state.
 
     Example:
@@ -46,11 +54,15 @@ class TorchPolicy(BoundPolicy):
         True
     """
 
-    def __init__(self, policy: PrecisionPolicy, backend: TorchBackend, device: torch.device) -> None:
+    def __init__(
+        self, policy: PrecisionPolicy, backend: TorchBackend, device: torch.device, process_group: Group = None
+    ) -> None:
+        require_group(process_group)
         self.policy = policy
+        self.process_group = process_group
         self.backend = backend
         self.device = device
-        self.loss_scaler = TorchLossScaler(policy.loss_scale, device)
+        self.loss_scaler = TorchLossScaler(policy.loss_scale, device, process_group)
         self.param_dtype = TORCH[policy.param_dtype]
         self.compute_dtype = TORCH[policy.compute_dtype]
         self.output_dtype = TORCH[policy.output_dtype]
@@ -182,14 +194,89 @@ class TorchPolicy(BoundPolicy):
         prepare(self.policy, self._device_type, model, natives, master_weights, restore_on_skip)
         return model, optimizer
 
-    def grad_scaler(self) -> PrecisionGradScaler:
+    # ---- several devices ----------------------------------------------------------------------------------------
+
+    def fsdp_policy(self, *, root: bool = False, cast_forward_inputs: bool = True) -> MixedPrecisionPolicy:
+        """The policy in FSDP2's words, for ``torch.distributed.fsdp.fully_shard(module, mp_policy=...)``.
+
+        ``param_dtype`` is the policy's ``compute_dtype`` (what is gathered and computed in; what is kept and updated is the
+        sharded parameter, in float32), ``reduce_dtype`` is its ``reduce_dtype``. Buffers are neither sharded nor cast.
+        FSDP2 takes one policy a call: :meth:`fully_shard` makes the calls that norms and rules need.
+
+        Args:
+            root: whether it is for the whole model, whose results leave in ``output_dtype``.
+            cast_forward_inputs: whether floating inputs are cast to the compute dtype.
+
+        Raises:
+            UnsupportedError: ``param_dtype`` is low: the sharded parameters are the master weights.
+            PolicyError: gradients would be reduced in float16, with nobody looking for infinities.
+        """
+        fsdp.require_float32_storage(self.policy)
+        return fsdp.fsdp_policy(
+            self.policy,
+            compute=self.compute_dtype,
+            output=self.output_dtype if root else None,
+            cast_forward_inputs=cast_forward_inputs,
+        )
+
+    def fully_shard(
+        self, model: torch.nn.Module, units: Iterable[torch.nn.Module] = (), **kwargs: Any
+    ) -> torch.nn.Module:
+        """``torch.distributed.fsdp.fully_shard`` on units and then the model, in place, in the policy's dtypes.
+
+        Norm layers are gathered and computed in float32, modules under a rule in the rule's dtype: those of a unit form one
+        more group (one more gather) a dtype. Then make the optimizer, and call :meth:`prepare`.
+
+        Args:
+            model: the model, with float32 parameters.
+            units: the modules that are gathered and freed one after the other, such as ``model.layers``.
+            kwargs: ``mesh``, ``reshard_after_forward``, ``offload_policy`` and so on, for each call.
+
+        Returns:
+            The same model.
+
+        Raises:
+            UnsupportedError: ``param_dtype`` is low.
+            PolicyError: ``mp_policy`` is given, units are not the model's, or it is sharded already.
+        """
+        return fsdp.fully_shard(self.policy, model, units, **kwargs)
+
+    def register_comm_hook(self, ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
+        """Make a DDP model reduce its gradients in the policy's ``reduce_dtype``; :meth:`prepare` does it as well.
+
+        Gradients in that dtype need no hook. Wider ones are narrowed after they were divided, so that only a mean that
+        overflows does; the loss scaler sees the infinity. Low parameters' gradients are added up in the wider dtype.
+
+        Returns:
+            Whether a hook was needed.
+
+        Raises:
+            PolicyError: not a DDP model, a hook is there already, or float16 without loss scaling.
+            UnsupportedError: the model has a ``mixed_precision`` of DDP's own.
+        """
+        return register_comm_hook(self.policy, ddp)
+
+    def nonfinite_gradients(self, *optimizers: torch.optim.Optimizer) -> list[NonFiniteTensor]:
+        """The first gradients of optimizers that hold NaN or infinity, on any rank. Reads the device; all ranks call it."""
+        found: list[NonFiniteTensor] = []
+        for optimizer in optimizers:
+            native = getattr(optimizer, "_precision_inner", optimizer)
+            groups = groups_of_optimizer(native, self.process_group)
+            found += nonfinite_tensors(named_gradients([native]), groups)
+        return found
+
+    def grad_scaler(self, *, process_group: Group = None) -> PrecisionGradScaler:
         """A new ``torch.amp.GradScaler`` that follows the policy's loss scale; disabled with mode ``none``.
+
+        Args:
+            process_group: the ranks that agree on whether a step overflowed, if others than those bound with.
 
         Raises:
             PolicyError: float16 compute without loss scaling.
         """
         self.policy.require_trainable()
-        return PrecisionGradScaler(self.policy.loss_scale, self.device)
+        group = self.process_group if process_group is None else process_group
+        return PrecisionGradScaler(self.policy.loss_scale, self.device, group)
 
     @property
     def scaler(self) -> PrecisionGradScaler:
@@ -234,16 +321,18 @@ class TorchPolicy(BoundPolicy):
         if not optimizers or any(not hasattr(optimizer, "param_groups") for optimizer in optimizers):
             raise PolicyError("mp.step takes the optimizers of this iteration, one by one: mp.step(a, b).")
         scaler = self.scaler
+        require_clip(clip_norm, clip_value)
         if len(optimizers) > 1 and scaler.is_enabled():
             _require_gradients_apart(optimizers)
-        require_clip(clip_norm, clip_value)
+            scaler.unscale_all_(optimizers)  # one collective for all of them
         for optimizer in optimizers:
             norm, value = clip_norm, clip_value
             if norm is None and value is None and isinstance(optimizer, ScaledOptimizer):
                 norm, value = optimizer.clip_norm, optimizer.clip_value
             if norm is not None or value is not None:
-                scaler.unscale_(optimizer)
-                clip(getattr(optimizer, "_precision_inner", optimizer), norm, value)
+                if len(optimizers) == 1:
+                    scaler.unscale_(optimizer)
+                clip(getattr(optimizer, "_precision_inner", optimizer), norm, value, scaler._flag(optimizer))
         results = [scaler.step(optimizer) for optimizer in optimizers]
         if update:
             scaler.update()
@@ -290,7 +379,7 @@ def _require_gradients_apart(optimizers: Sequence[torch.optim.Optimizer]) -> Non
         low = [] if masters is None else masters.low
         params = [param for group in optimizer.param_groups for param in group["params"]] + low
         ids = {id(param) for param in params if param.grad is not None}
-        if not ids:
+        if not ids and not distributed():  # else another rank may have some
             raise LossScaleError(
                 f"{type(optimizer).__name__} has no gradients, and no optimizer has stepped. Leave it out of this mp.step, "
                 "or call mp.backward on a loss of its parameters first."
