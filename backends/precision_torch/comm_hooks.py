@@ -27,19 +27,20 @@ class ReduceIn:
     dtype: torch.dtype
 
 
-def reduce_in(state: ReduceIn, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def reduce_in(state: Any, bucket: Any):  # type: ignore[no-untyped-def]  # DDP reads a return annotation, if there is one
     """Average a bucket of gradients in a dtype; a value that overflows there becomes infinite, which the flag sees.
 
     Divided before it is narrowed, so that nothing overflows which the mean would not.
     """
-    # torch.compile's reducer hands over a gradient and its parameter in place of a bucket
-    buffer = bucket[0] if isinstance(bucket, tuple) else bucket.buffer()
-    wide = buffer if buffer.dtype not in LOW else buffer.to(torch.float32)
+    buffer = bucket.buffer()
+    wide = buffer.to(torch.float32) if buffer.dtype in LOW else buffer
     narrow = (wide / state.group.size()).to(state.dtype)
-    if torch.compiler.is_compiling():
-        return buffer.copy_(dist._functional_collectives.all_reduce(narrow, "sum", state.group))
     future = dist.all_reduce(narrow, group=state.group, async_op=True).get_future()
     return future.then(lambda done: buffer.copy_(done.value()[0]))
+
+
+# DDP compares the annotation with the class, not with its name
+reduce_in.__annotations__ = {"bucket": dist.GradBucket} if dist.is_available() else {}
 
 
 def register_comm_hook(policy: PrecisionPolicy, ddp: Any, *, insist: bool = True) -> bool:
@@ -58,6 +59,12 @@ def register_comm_hook(policy: PrecisionPolicy, ddp: Any, *, insist: bool = True
     dtype = TORCH[policy.reduce_dtype]
     params = [param for param in ddp.parameters() if param.requires_grad and castable(param)]
     require_checked(policy)
+    for param in params:
+        if param.dtype in LOW and param.grad_dtype is torch.float32:
+            # DDP's buckets have the parameters' dtype. It takes no float32 gradient of a low parameter, not even for masters:
+            # those get the mean, summed in the reduce dtype and rounded once.
+            param.grad = None
+            param.grad_dtype = None
     if all(param.dtype is dtype for param in params):
         return False
     ours = [state for hook, state in ddp._comm_hooks if hook is reduce_in]
@@ -81,12 +88,6 @@ def register_comm_hook(policy: PrecisionPolicy, ddp: Any, *, insist: bool = True
             raise PolicyError(message)
         warnings.warn(message, PrecisionWarning, stacklevel=4)
         return False
-    for param in params:
-        if param.dtype in LOW:
-            # DDP's buckets have the parameters' dtype. It takes no float32 gradient of a low parameter, not even for masters:
-            # those get the mean, summed in the reduce dtype and rounded once.
-            param.grad = None
-            param.grad_dtype = None
     ddp.register_comm_hook(ReduceIn(ddp.process_group, dtype), reduce_in)
     return True
 
