@@ -7,16 +7,17 @@ from typing import Any
 
 import keras
 
-from precision.backend import Backend, BoundPolicy
+from precision.backend import Backend, BoundPolicy, warn_idle_reduce
 from precision.errors import PolicyError, nearest
 from precision.formats import canonical_dtype
 from precision.policy import PrecisionPolicy
-from precision_tensorflow import casts
+from precision_tensorflow import casts, replicas
 from precision_tensorflow.callback import LossScaleCallback
 from precision_tensorflow.guard import StateGuard
 from precision_tensorflow.keras_policy import keras_policy
 from precision_tensorflow.optimizer import PrecisionLossScaleOptimizer
 from precision_tensorflow.prepare import output_layer, prepare
+from precision_tensorflow.replicas import require_no_keras_distribution
 from precision_tensorflow.scaler import TensorFlowLossScaler
 from precision_tensorflow.scope import Island, PolicyScope
 
@@ -115,10 +116,16 @@ class TensorFlowPolicy(BoundPolicy):
                 policy's if left out); see
                 :class:`~precision_tensorflow.optimizer.PrecisionLossScaleOptimizer`.
 
+        Make it inside ``strategy.scope()`` under a ``tf.distribute`` strategy.
+
         Raises:
+            UnsupportedError: a ``keras.distribution`` is set, which Keras ignores on TensorFlow.
             PolicyError: the policy cannot train, or the optimizer is wrapped already, or is none that Keras knows.
         """
         self.policy.require_trainable()
+        require_no_keras_distribution()
+        if replicas.count() == 1:
+            warn_idle_reduce(self.policy)
         try:
             native = keras.optimizers.get(optimizer)
         except ValueError as error:

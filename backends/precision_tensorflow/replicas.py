@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from precision.errors import LossScaleError, UnsupportedError
@@ -60,6 +61,15 @@ def require_ready(optimizer: Any, scaled: bool) -> bool:
     if tf.distribute.get_replica_context() is None:
         raise LossScaleError("apply and apply_gradients belong into the function given to strategy.run, not around it.")
     return True
+
+
+def require_no_keras_distribution() -> None:
+    """Refuse ``keras.distribution``: on TensorFlow Keras takes it without a word and trains on one device."""
+    if keras.distribution.distribution() is not None:
+        raise UnsupportedError(
+            "keras.distribution has no effect on Keras's TensorFlow backend: the model would train on one device. Unset it "
+            "(keras.distribution.set_distribution(None)) and use a tf.distribute strategy."
+        )
 
 
 def summed(grads: Sequence[Any], dtype: str, keep_dtype: bool) -> list[Any]:
