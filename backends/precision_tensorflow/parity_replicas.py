@@ -49,11 +49,18 @@ def run_mirrored(rank: int, world: int, port: int, groups: Sequence[Sequence[Rep
     def trainer(config: LossScale) -> ReplicaTrainer:
         return ReplicaTrainer(strategy, config)
 
-    return [trainer(spec.config).run(spec.factors) for spec in groups[rank]]
+    alike: dict[Any, list[int]] = {}
+    for index, spec in enumerate(groups[rank]):
+        alike.setdefault((spec.config, spec.factors.shape), []).append(index)
+    results: dict[int, ReplicaResult] = {}
+    for (config, _), places in alike.items():
+        patterns = np.stack([groups[rank][index].factors for index in places])
+        results.update(zip(places, trainer(config).run(patterns), strict=True))
+    return [results[index] for index in range(len(results))]
 
 
 class ReplicaTrainer:
-    """The suite's tiny model under a strategy: one compiled step, used again for every pattern of overflows.
+    """The suite's tiny model under a strategy: one compiled step, in a compiled loop over steps and patterns.
 
     Args:
         strategy: mirrored, over the replicas of a spec.
@@ -69,7 +76,18 @@ class ReplicaTrainer:
             self._optimizer.build([self._weights])
         self._variables = [self._weights, *(v.value for v in self._optimizer.variables)]
         self._fresh = [variable.numpy() for variable in self._variables]
-        self._step = tf.function(self._one_step)
+        self._train = tf.function(self._all_patterns)
+
+    def _all_patterns(self, patterns: Any) -> tuple[Any, Any]:
+        count, steps = patterns.shape[:2]
+        states, weights = tf.TensorArray(tf.float64, count * steps), tf.TensorArray(tf.float32, count * steps)
+        for i in tf.range(count * steps):
+            if i % steps == 0:
+                for variable, value in zip(self._variables, self._fresh, strict=True):
+                    variable.assign(value)
+            state, weight = self._one_step(patterns[i // steps, i % steps])
+            states, weights = states.write(i, state), weights.write(i, weight)
+        return states.stack(), weights.stack()
 
     def _one_step(self, factors: Any) -> tuple[Any, Any]:
         return self._local(self._strategy.run(self._on_replica, args=(factors,)))
@@ -93,10 +111,14 @@ class ReplicaTrainer:
         states = tf.stack([tf.stack([tf.cast(c, tf.float64) for c in field]) for field in copies], axis=1)
         return states, tf.stack(self._strategy.experimental_local_results(self._weights))
 
-    def run(self, factors: Any) -> ReplicaResult:
-        """Begin anew and train; ``factors`` is float32 ``(steps, replicas)``."""
-        for variable, value in zip(self._variables, self._fresh, strict=True):
-            variable.assign(value)
-        done = [self._step(tf.constant(row)) for row in factors]
-        states, weights = (np.stack([np.asarray(step[i]) for step in done], axis=1) for i in (0, 1))
-        return ReplicaResult(states, weights)
+    def run(self, patterns: Any) -> list[ReplicaResult]:
+        """Train anew for each pattern; ``patterns`` is float32 ``(patterns, steps, replicas)``."""
+        count, steps, replicas = patterns.shape
+        states, weights = self._train(tf.constant(patterns))
+        shape = (count, steps, replicas, -1)
+        return [
+            ReplicaResult(np.moveaxis(state, 0, 1), np.moveaxis(weight, 0, 1))
+            for state, weight in zip(
+                states.numpy().reshape(shape), weights.numpy().reshape(shape), strict=True
+            )
+        ]
