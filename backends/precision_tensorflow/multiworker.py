@@ -42,7 +42,9 @@ def _with_vector_logs(step: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         logs = step(*args, **kwargs)
-        return keras.tree.map_structure(lambda v: tf.reshape(v, [1]) if tf.convert_to_tensor(v).shape.rank == 0 else v, logs)
+        return keras.tree.map_structure(
+            lambda v: tf.reshape(v, [1]) if tf.convert_to_tensor(v).shape.rank == 0 else v, logs
+        )
 
     run._precision_logs = True  # type: ignore[attr-defined]
     run._precision_guarded = getattr(step, "_precision_guarded", False)  # type: ignore[attr-defined]

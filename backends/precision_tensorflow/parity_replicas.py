@@ -118,7 +118,5 @@ class ReplicaTrainer:
         shape = (count, steps, replicas, -1)
         return [
             ReplicaResult(np.moveaxis(state, 0, 1), np.moveaxis(weight, 0, 1))
-            for state, weight in zip(
-                states.numpy().reshape(shape), weights.numpy().reshape(shape), strict=True
-            )
+            for state, weight in zip(states.numpy().reshape(shape), weights.numpy().reshape(shape), strict=True)
         ]
