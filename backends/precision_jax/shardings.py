@@ -1,0 +1,35 @@
+"""Where the optimizer's state lives on a mesh: what mirrors a parameter beside it, everything else on every device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from precision.errors import UnsupportedError
+from precision_jax.leaves import dotted, is_array
+
+
+def state_shardings(opt: optax.GradientTransformation, params: Any) -> Any:
+    """See :meth:`precision_jax.JaxPolicy.state_shardings`."""
+    pairs = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params) if is_array(leaf)]
+    placed = {path: (leaf.shape, getattr(leaf, "sharding", None)) for path, leaf in pairs}
+    bare = [dotted(path) or "the parameter" for path, leaf in placed.items() if not isinstance(leaf[1], NamedSharding)]
+    if bare or not placed:
+        raise UnsupportedError(
+            f"these parameters are on no mesh: {', '.join(bare[:5]) or '(there are none)'}. Place them with "
+            "jax.device_put(params, NamedSharding(mesh, spec)), or give jax.ShapeDtypeStructs that have a sharding."
+        )
+    first: Any = next(iter(placed.values()))[1]
+    everywhere = NamedSharding(first.mesh, PartitionSpec())
+    by_end = sorted(placed.items(), key=lambda item: -len(item[0]))
+
+    def sharding_of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        for end, (shape, sharding) in by_end:
+            if path[len(path) - len(end) :] == end and shape == leaf.shape:
+                return sharding
+        return everywhere
+
+    return jax.tree_util.tree_map_with_path(sharding_of, jax.eval_shape(opt.init, params))
