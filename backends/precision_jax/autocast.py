@@ -1,4 +1,4 @@
-"""Function wrappers that cast at the boundary: ``autocast``, ``island`` and ``op``. All are decorators.
+"""Function wrappers: ``autocast`` op by op or at the boundary, ``island`` and ``op``. All are decorators.
 
 JAX traces functions, so a region is a function here; there is no context manager that could reach into one.
 """
@@ -16,6 +16,8 @@ from precision import ops
 from precision.errors import PolicyError, UnsupportedError
 from precision_jax.casting import cast_tree, numpy_dtype
 from precision_jax.leaves import cast_leaf, is_array, is_castable, refuse_stateful_modules
+from precision_jax.opcast import marks
+from precision_jax.opcast.transform import Autocast
 
 if TYPE_CHECKING:
     from precision_jax.bound import JaxPolicy
@@ -47,27 +49,46 @@ class CastRegion:
     def __exit__(self, *_: object) -> None: ...
 
 
-def autocast(mp: JaxPolicy, fun: Callable[..., Any], keep: Sequence[int | str]) -> Callable[..., Any]:
+def autocast(mp: JaxPolicy, fun: Callable[..., Any], keep: Sequence[int | str], recompute: bool) -> Callable[..., Any]:
     """See :meth:`precision_jax.JaxPolicy.autocast`."""
-    kept = _Kept(fun, keep)
-
-    # A module that is called (Equinox) brings its parameters along: they are cast as an argument is.
-    module = any(is_castable(leaf) for leaf in jax.tree.leaves(fun))
+    # A module that is called (Equinox) brings its parameters along: they are traced as an argument is.
+    module = _has_parameters(fun)
+    run = Autocast(mp, fun, _Kept(fun, keep).names, mp.output_dtype, recompute, module)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        mp.saw_cast((args, kwargs))
+        return run(*args, **kwargs)
+
+    return wrapped if module else functools.wraps(fun)(wrapped)
+
+
+def untouched(mp: JaxPolicy, fun: Callable[..., Any]) -> Autocast:
+    """A function op by op, its results as they come: what :meth:`precision_jax.JaxPolicy.value_and_grad` runs."""
+    return Autocast(mp, fun, lambda _: set(), None, True, _has_parameters(fun))
+
+
+def cast_boundary(mp: JaxPolicy, fun: Callable[..., Any], keep: Sequence[int | str]) -> Callable[..., Any]:
+    """See :meth:`precision_jax.JaxPolicy.cast_boundary`."""
+    kept = _Kept(fun, keep)
+    module = _has_parameters(fun)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         names = kept.names(len(args))
         moving = [a for i, a in enumerate(args) if i not in names] + [v for k, v in kwargs.items() if k not in names]
         if module:
             moving.append(fun)
         refuse_stateful_modules(*moving)
         mp.rules.maybe_parameters(*moving)
-        cast = [a if i in names else mp.cast_arguments(a) for i, a in enumerate(args)]
-        cast_kwargs = {k: v if k in names else mp.cast_arguments(v) for k, v in kwargs.items()}
-        callee = mp.cast_arguments(fun) if module else fun
-        return cast_tree(callee(*cast, **cast_kwargs), mp.policy.output_dtype)
+        with marks.region(marks.DECLARED):
+            cast = [a if i in names else mp.cast_arguments(a) for i, a in enumerate(args)]
+            cast_kwargs = {k: v if k in names else mp.cast_arguments(v) for k, v in kwargs.items()}
+            callee = mp.cast_arguments(fun) if module else fun
+            return cast_tree(callee(*cast, **cast_kwargs), mp.policy.output_dtype)
 
     return wrapped if module else functools.wraps(fun)(wrapped)
+
+
+def _has_parameters(fun: Any) -> bool:
+    return any(is_castable(leaf) for leaf in jax.tree.leaves(fun))
 
 
 class _Kept:
@@ -116,8 +137,9 @@ def island(dtype: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         @functools.wraps(fun)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             refuse_stateful_modules(args, kwargs)
-            args, kwargs = cast_tree((args, kwargs), dtype)
-            return fun(*args, **kwargs)
+            with marks.region(marks.DECLARED):  # an autocast around it leaves it as it is
+                args, kwargs = cast_tree((args, kwargs), dtype)
+                return fun(*args, **kwargs)
 
         return wrapped
 
@@ -127,23 +149,25 @@ def island(dtype: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def op(mp: JaxPolicy, family: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """See :meth:`precision_jax.JaxPolicy.op`."""
     ops.canonical_family(family)
+    fixed = ops.family_dtype(mp.policy, family) is not None
+    mark = marks.DECLARED if fixed else marks.FOLLOW  # what an autocast around it makes of it
 
     def wrap(fun: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fun)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            mp.saw_cast((args, kwargs))
             refuse_stateful_modules(args, kwargs)
             leaves, structure = jax.tree.flatten((args, kwargs))
             dtypes = [str(leaf.dtype) if is_array(leaf) else type(leaf).__name__ for leaf in leaves]
             wanted = ops.decide(
                 mp.policy, family, [d if is_array(x) else "" for d, x in zip(dtypes, leaves, strict=True)]
             )
-            cast = [
-                leaf if not want or want == have else cast_leaf(leaf, numpy_dtype(want))
-                for leaf, have, want in zip(leaves, dtypes, wanted, strict=True)
-            ]
-            args, kwargs = jax.tree.unflatten(structure, cast)
-            return fun(*args, **kwargs)
+            with marks.region(mark):
+                cast = [
+                    leaf if not want or want == have else cast_leaf(leaf, numpy_dtype(want))
+                    for leaf, have, want in zip(leaves, dtypes, wanted, strict=True)
+                ]
+                args, kwargs = jax.tree.unflatten(structure, cast)
+                return fun(*args, **kwargs)
 
         return wrapped
 

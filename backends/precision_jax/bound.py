@@ -57,8 +57,6 @@ class JaxPolicy(BoundPolicy):
         self.loss_scaler: JaxLossScaler = JaxLossScaler(policy.loss_scale)
         self.rules = RuleWatch(policy)
         self.divergence = Divergence(self.loss_scaler)
-        self.casts_seen = 0
-        self.casts_traced = False  # a compiled function of the user's may cast without coming here again
 
     # ---- dtypes -------------------------------------------------------------------------------------------------
 
@@ -99,7 +97,6 @@ class JaxPolicy(BoundPolicy):
     def cast_to_compute(self, tree: Any) -> Any:
         """Cast a tree's floating leaves to the compute dtype; otherwise as :meth:`cast_to_param`."""
         self.rules.maybe_parameters(tree)
-        self.saw_cast(tree)
         return self.cast_arguments(tree)
 
     def cast_to_output(self, tree: Any) -> Any:
@@ -108,21 +105,61 @@ class JaxPolicy(BoundPolicy):
 
     def cast_arguments(self, tree: Any) -> Any:
         """:meth:`cast_to_compute` without looking for rules that match nothing."""
-        self.casts_seen += 1
         return cast_by_rules(self.policy, tree, self.policy.compute_dtype)
-
-    def saw_cast(self, tree: Any) -> None:
-        """Note that the user's code casts a tree, for the warning of a model that nothing casts."""
-        self.casts_seen += 1
-        self.casts_traced |= any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
     # ---- function transforms ------------------------------------------------------------------------------------
 
-    def autocast(self, fun: Callable[..., Any] | None = None, *, keep: Sequence[int | str] = ()) -> Any:
-        """Cast a function's floating arguments to the compute dtype, and its results to the output dtype.
+    def autocast(
+        self, fun: Callable[..., Any] | None = None, *, keep: Sequence[int | str] = (), recompute: bool = True
+    ) -> Any:
+        """Run a function under the policy, op by op: each primitive's inputs are cast as its op family and the rules say.
 
-        It casts at the boundary only: what meets inside promotes as JAX promotes. A rule for a leaf's path (within its
-        argument) wins. Gradients through it reach float32 parameters in float32. Composes with every JAX transform.
+        The function is traced for its arguments' shapes and dtypes, and evaluated again with casts: matrix products and
+        convolutions in the compute dtype (summed in float32, rounded once after the bias), softmax, norms, losses, sums and
+        exponentials in float32, the rest in whatever it meets (:data:`precision.FAMILIES`). The bodies of ``jit``, ``scan``,
+        ``while_loop``, ``cond``, ``checkpoint``, ``shard_map`` and of functions with custom derivatives are entered; kernels
+        (Pallas), callbacks and linear solves see the dtypes that they were traced with. Arguments are not cast: parameters
+        stay float32, are cast where they are used, and get float32 gradients that were never rounded. Results leave in the
+        output dtype.
+
+        A rule with ``module=`` holds for the ops in a module (a scope of ``jax.named_scope``, as Flax linen and Haiku make them)
+        and for those that take a parameter at that path within its argument. What the function closes over is read when it is
+        traced, which is again for other shapes, and whenever it closes over something that may have changed. Works before
+        and after ``jit``, ``grad``, ``vmap``.
+
+        Args:
+            fun: the function, or a callable pytree such as an Equinox module; left out, this is a decorator with options.
+            keep: arguments, by position or name, that nothing casts: an op that takes one runs in its dtype.
+            recompute: whether known functions that run in float32 inside (softmax, gelu, norms of ``jax.nn``) are computed again
+                in the backward pass instead of being kept in float32.
+
+        Returns:
+            The wrapped function. What it does to Flax NNX modules among its arguments (running statistics) is done to them.
+
+        Raises:
+            PolicyError: ``keep`` names no argument; or, when called, rules for one op disagree.
+            MixedFrameworksError: when called, an argument holds another framework's tensor.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, precision
+            >>> mp = precision.bind("mixed_bfloat16", backend="jax")
+            >>> @mp.autocast
+            ... def model(params, x):
+            ...     return jax.nn.softmax(x @ params["w"])
+            >>> params = {"w": jnp.ones((2, 3))}
+            >>> model(params, jnp.ones((1, 2))).dtype.name
+            'float32'
+            >>> jax.grad(lambda p: model(p, jnp.ones((1, 2)))[0, 0])(params)["w"].dtype.name
+            'float32'
+        """
+        region = _autocast.CastRegion(lambda f: _autocast.autocast(self, f, keep, recompute), "mp.autocast()")
+        return region if fun is None else region(fun)
+
+    def cast_boundary(self, fun: Callable[..., Any] | None = None, *, keep: Sequence[int | str] = ()) -> Any:
+        """Cast a function's floating arguments to the compute dtype, and its results to the output dtype; nothing inside.
+
+        What meets inside promotes as JAX promotes. A rule for a leaf's path (within its argument) wins. It costs no tracing;
+        :meth:`autocast` decides op by op.
 
         Args:
             fun: the function, or a callable pytree such as an Equinox module, whose parameters are cast as well; left out,
@@ -139,7 +176,7 @@ class JaxPolicy(BoundPolicy):
         Example:
             >>> import jax.numpy as jnp, precision
             >>> mp = precision.bind("mixed_bfloat16", backend="jax")
-            >>> @mp.autocast
+            >>> @mp.cast_boundary
             ... def model(params, x):
             ...     y = x @ params["w"]
             ...     print(y.dtype)
@@ -148,8 +185,8 @@ class JaxPolicy(BoundPolicy):
             bfloat16
             'float32'
         """
-        self._warn_of_families("mp.autocast casts at a function's boundary")
-        region = _autocast.CastRegion(lambda f: _autocast.autocast(self, f, keep), "mp.autocast()")
+        self._warn_of_families("mp.cast_boundary casts at a function's boundary")
+        region = _autocast.CastRegion(lambda f: _autocast.cast_boundary(self, f, keep), "mp.cast_boundary()")
         return region if fun is None else region(fun)
 
     def island(self, dtype: Any = "float32") -> Any:
@@ -188,18 +225,18 @@ class JaxPolicy(BoundPolicy):
     ) -> Callable[..., Any]:
         """``jax.value_and_grad`` under the policy.
 
-        The arguments to differentiate are cast to the compute dtype inside the differentiated function, so gradients reach
-        float32 masters in float32. The loss is scaled in float32, and the gradients unscaled with that same scale. Gradients
-        that overflowed stay inf or NaN for :meth:`optimizer` to see.
+        The function runs under :meth:`autocast`, so gradients reach float32 masters in float32, without a rounding on the way.
+        The loss is scaled in float32, and the gradients unscaled with that same scale. Gradients that overflowed stay inf or
+        NaN for :meth:`optimizer` to see.
 
         Args:
             fun: gives a scalar loss, or ``(loss, aux)`` with ``has_aux``.
             argnums: the positional arguments to differentiate. Their leaves that are no floating or complex arrays get the
                 gradient None (as in ``equinox.filter_grad``; Python floats outside Equinox modules get one).
             has_aux: whether ``fun`` gives ``(loss, aux)``; ``aux`` comes back as it is.
-            cast_argnums: the positional arguments to cast to the compute dtype: ``(0, 1)`` for parameters and inputs, ``()``
-                for none (the model casts by itself, with :meth:`op` for instance). Left out, the differentiated ones are
-                cast, and a model that seems to compute in float32 for want of a cast is warned of.
+            cast_argnums: instead of autocasting op by op, the positional arguments to cast to the compute dtype at the
+                function's boundary: ``(0, 1)`` for parameters and inputs, ``()`` for none (the model casts by itself, with
+                :meth:`autocast` or :meth:`op`).
             axis_name: a mapped axis, or several, to average loss and gradients over, in the policy's reduce dtype.
 
         Returns:

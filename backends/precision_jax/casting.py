@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -55,10 +56,19 @@ class RuleWatch:
             self._done = True
             warn_unmatched(self._policy, paths, "the parameters")
 
-    def maybe_parameters(self, *trees: Any) -> None:
-        """Look at trees that may hold parameters: only where modules are named (``dense.kernel``; a batch is no module)."""
-        if not self._done and any(_names(path) > 1 for tree in trees for path in float_paths(tree)):
-            self.parameters(*trees)
+    def maybe_parameters(self, *trees: Any, scopes: Iterable[str] = ()) -> None:
+        """Look at trees that may hold parameters: only where modules are named (``dense.kernel``; a batch is no module).
+
+        Args:
+            trees: the trees.
+            scopes: names of modules that were seen in a trace.
+        """
+        if self._done:
+            return
+        paths = [path for tree in trees for path in float_paths(tree)]
+        if any(_names(path) > 1 for path in paths):
+            self._done = True
+            warn_unmatched(self._policy, [*paths, *sorted(scopes)], "the parameters")
 
 
 def _names(path: str) -> int:

@@ -1,11 +1,10 @@
-"""``value_and_grad`` under a policy: cast at the boundary, scale, differentiate, unscale with the same scale."""
+"""``value_and_grad`` under a policy: autocast, scale, differentiate, unscale with the same scale."""
 
 from __future__ import annotations
 
 import functools
 import operator
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from precision.backend import check_leaf
-from precision.errors import LossScaleError, PolicyError, PrecisionWarning
+from precision.errors import LossScaleError, PolicyError
+from precision_jax.autocast import untouched
 from precision_jax.casting import cast_tree
 from precision_jax.leaves import dotted, is_castable, is_inexact, refuse_stateful_modules
 from precision_jax.replicas import AxisName, axes_of, manual_axes, varying
@@ -33,12 +33,13 @@ def value_and_grad(
     """See :meth:`precision_jax.JaxPolicy.value_and_grad`."""
     mp.policy.require_trainable()
     scaler = mp.loss_scaler
+    run = untouched(mp, fun) if cast_argnums is None else fun
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, loss_scale: Any = None, **kwargs: Any) -> Any:
         state = _state(mp, loss_scale)
         nums = _positions(argnums, len(args))
-        casting = nums if cast_argnums is None else _positions(cast_argnums, len(args))
+        casting = () if cast_argnums is None else _positions(cast_argnums, len(args))
         for leaf in jax.tree.leaves((args, kwargs)):
             check_leaf(leaf, "jax")
         refuse_stateful_modules(*(args[i] for i in {*nums, *casting}))
@@ -51,10 +52,7 @@ def value_and_grad(
             for i, d, (_, rest) in zip(nums, diff, pairs, strict=True):
                 whole = _combine(d, rest)
                 full[i] = mp.cast_arguments(whole) if i in casting else whole
-            casts = mp.casts_seen
-            out = fun(*full, **kwargs)
-            if cast_argnums is None and mp.casts_seen == casts and not mp.casts_traced:
-                _warn_uncast(mp, fun, [a for i, a in enumerate(args) if i not in nums])
+            out = run(*full, **kwargs)
             if has_aux and not (isinstance(out, (list, tuple)) and len(out) == 2):  # a loss of two values would unpack
                 raise TypeError(f"with has_aux=True the function gives (loss, aux), not {type(out).__name__}.")
             loss, aux = out if has_aux else (out, None)
@@ -153,19 +151,3 @@ def _mean(grads: Any, axis_name: AxisName, reduce_dtype: Any) -> Any:
         return jax.lax.pmean(leaf.astype(reduce_dtype), axis_name).astype(jnp.promote_types(leaf.dtype, jnp.float32))
 
     return jax.tree.map(mean, grads)
-
-
-def _warn_uncast(mp: JaxPolicy, fun: Callable[..., Any], others: list[Any]) -> None:
-    """The silent way to lose mixed precision in JAX: float32 data meets low parameters and promotes to float32."""
-    width = mp.compute_dtype.itemsize
-    shapes = [x for x in jax.tree.leaves(others) if is_castable(x) and x.ndim > 1 and x.dtype.itemsize > width]
-    if shapes:
-        shown = f"{shapes[0].dtype}[{','.join(map(str, shapes[0].shape))}]"
-        warnings.warn(
-            f"{getattr(fun, '__name__', 'the loss function')} takes {shown}, which nothing casts to "
-            f"{mp.policy.compute_dtype}: where it meets the parameters JAX promotes, and computes in {shapes[0].dtype}. "
-            "Put mp.autocast on the model, or name the arguments to cast with cast_argnums; cast_argnums=() says "
-            "that the model casts by itself.",
-            PrecisionWarning,
-            stacklevel=5,
-        )
