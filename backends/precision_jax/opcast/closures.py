@@ -82,10 +82,9 @@ def _walk(value: Any, found: list[Any], seen: set[int]) -> bool:
 
 def _filled(cell: Any) -> bool:
     try:
-        cell.cell_contents
-    except ValueError:
+        return cell.cell_contents is not cell
+    except ValueError:  # a name that is not bound yet
         return False
-    return True
 
 
 def _names(code: types.CodeType) -> set[str]:

@@ -72,6 +72,23 @@ def _run(*operands: Any, wraps: Any, inner: Params, compute: Any, out: Any, keep
     return _cast(wraps.bind(*low, *operands[2:], **inner.dict), out)
 
 
+def _run_on_cpu(*operands: Any, wraps: Any, inner: Params, compute: Any, out: Any, keep: Any) -> Any:
+    """XLA's products on CPUs take float32 for a float32 sum: the rounded operands, which float32 holds exactly.
+
+    Left to itself XLA drops a cast to a low format and back; this does not let it.
+    """
+    del keep
+    wide = [_held(x, compute) for x in operands[:2]]
+    return _cast(_held(wraps.bind(*wide, *operands[2:], **inner.dict), out), out)
+
+
+def _held(x: Any, dtype: Any) -> Any:
+    """Values rounded to a dtype, for certain, in float32."""
+    if dtype.name == "bfloat16":
+        return lax.reduce_precision(_cast(x, F32), 8, 7)
+    return _cast(x if dtype == F32 else lax.optimization_barrier(_cast(x, dtype)), F32)
+
+
 def _run_on_gpu(*operands: Any, wraps: Any, inner: Params, compute: Any, out: Any, keep: Any) -> Any:
     """cuDNN's convolutions give what they are given: float32 results of low inputs come from float32 ones.
 
@@ -85,6 +102,11 @@ def _run_on_gpu(*operands: Any, wraps: Any, inner: Params, compute: Any, out: An
     return _cast(wraps.bind(*(_cast(x, F32) for x in low), *operands[2:], **inner.dict), out)
 
 
+@functools.lru_cache(maxsize=1024)
+def _compiled(params: tuple[tuple[str, Any], ...]) -> Any:
+    return jax.jit(lambda *operands: contract_p.bind(*operands, **dict(params)))
+
+
 def _abstract(*avals: Any, wraps: Any, inner: Params, compute: Any, out: Any, keep: Any) -> Any:
     del keep
     low = [aval.update(dtype=compute, weak_type=False) for aval in avals[:2]]
@@ -92,9 +114,10 @@ def _abstract(*avals: Any, wraps: Any, inner: Params, compute: Any, out: Any, ke
     return (found[0] if isinstance(found, tuple) else found).update(dtype=out)
 
 
-contract_p.def_impl(_run)
+contract_p.def_impl(lambda *operands, **params: _compiled(tuple(params.items()))(*operands))
 contract_p.def_abstract_eval(_abstract)
 mlir.register_lowering(contract_p, mlir.lower_fun(_run, multiple_results=False))
+mlir.register_lowering(contract_p, mlir.lower_fun(_run_on_cpu, multiple_results=False), platform="cpu")
 for _platform in ("cuda", "rocm"):
     mlir.register_lowering(contract_p, mlir.lower_fun(_run_on_gpu, multiple_results=False), platform=_platform)
 
