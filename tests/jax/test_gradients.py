@@ -1,7 +1,5 @@
 """``mp.value_and_grad``: what is cast, what is scaled, what comes back."""
 
-import warnings
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -16,7 +14,6 @@ from precision import (
     MixedFrameworksError,
     PolicyError,
     PrecisionPolicy,
-    PrecisionWarning,
     Rule,
 )
 
@@ -50,9 +47,10 @@ def test_the_function_computes_in_the_compute_dtype():
     assert seen == {"params": jnp.bfloat16, "x": jnp.bfloat16}
     mp.value_and_grad(loss_fn, cast_argnums=())({"w": jnp.ones((2, 2))}, jnp.ones((2, 2)))
     assert seen == {"params": jnp.float32, "x": jnp.float32}
-    with pytest.warns(PrecisionWarning):
-        mp.value_and_grad(loss_fn)({"w": jnp.ones((2, 2))}, jnp.ones((2, 2)))
-    assert seen == {"params": jnp.bfloat16, "x": jnp.float32}
+    third = 1 / 3
+    loss, _ = mp.value_and_grad(loss_fn)({"w": jnp.full((1, 1), third)}, jnp.ones((1, 1)))
+    assert seen == {"params": jnp.float32, "x": jnp.float32}, "traced as it is written"
+    assert float(loss) == float(jnp.bfloat16(third)) != np.float32(third), "and computed low where products are"
 
 
 def test_rules_hold_for_parameters():
@@ -63,7 +61,7 @@ def test_rules_hold_for_parameters():
         seen.update({k: v["w"].dtype for k, v in params.items()})
         return sum(v["w"].astype(jnp.float32).sum() for v in params.values())
 
-    mp.value_and_grad(loss_fn)({"norm": {"w": jnp.ones(2)}, "dense": {"w": jnp.ones(2)}})
+    mp.value_and_grad(loss_fn, cast_argnums=0)({"norm": {"w": jnp.ones(2)}, "dense": {"w": jnp.ones(2)}})
     assert seen == {"norm": jnp.float32, "dense": jnp.bfloat16}
 
 
@@ -94,10 +92,11 @@ def test_a_float16_loss_reports_its_true_value():
 def test_an_overflow_stays_visible():
     mp = bind()
     state = mp.loss_scaler.init()
-    _, grads = mp.value_and_grad(lambda w: (w * 60.0).astype(jnp.float32).sum())(jnp.ones(2), loss_scale=state)
+    grad = mp.value_and_grad(lambda w: (w * 60.0).astype(jnp.float32).sum(), cast_argnums=0)
+    _, grads = grad(jnp.ones(2), loss_scale=state)
     assert not np.isfinite(np.asarray(grads)).any(), "60 * 2**12 is beyond float16 on its way back"
     smaller = mp.loss_scaler.update(mp.loss_scaler.update(state, False), False)
-    _, grads = mp.value_and_grad(lambda w: (w * 60.0).astype(jnp.float32).sum())(jnp.ones(2), loss_scale=smaller)
+    _, grads = grad(jnp.ones(2), loss_scale=smaller)
     np.testing.assert_array_equal(grads, [60.0, 60.0])
 
 
@@ -109,7 +108,7 @@ def test_argnums_and_aux_and_keywords():
         return (a * b**power).sum() + c.sum(), {"shape": a.shape, "a": a}
 
     args = jnp.asarray([2.0]), jnp.asarray([3.0]), jnp.asarray([1.0])
-    run = mp.value_and_grad(loss_fn, argnums=(0, -2), has_aux=True)
+    run = mp.value_and_grad(loss_fn, argnums=(0, -2), has_aux=True, cast_argnums=(0, -2))
     (loss, aux), grads = run(*args, loss_scale=state, power=2)
     assert float(loss) == 19.0
     assert [float(g[0]) for g in grads] == [9.0, 12.0]
@@ -131,9 +130,9 @@ def test_leaves_without_gradient_get_none_as_in_equinox():
     mp = bind(PrecisionPolicy())
     loss, grads = mp.value_and_grad(loss_fn)(model, x)
     want_loss, want = eqx.filter_value_and_grad(loss_fn)(model, x)
-    assert float(loss) == float(want_loss)
+    assert float(loss) == pytest.approx(float(want_loss), rel=1e-6)  # one is compiled and the other is not
     assert jax.tree.structure(grads) == jax.tree.structure(want)
-    assert jax.tree.all(jax.tree.map(lambda a, b: jnp.array_equal(a, b), grads, want))
+    assert jax.tree.all(jax.tree.map(lambda a, b: jnp.allclose(a, b, rtol=1e-6), grads, want))
     assert grads.activation is None
     _, grads = mp.value_and_grad(lambda p: p["w"] * p["n"])(
         {"w": jnp.asarray(2.0), "n": jnp.asarray(3), "k": jax.random.key(0)}
@@ -284,35 +283,34 @@ def test_another_frameworks_tensor_anywhere_is_an_error():
         mp.value_and_grad(lambda w, x: w)(jnp.asarray(1.0), torch.ones(2))
 
 
-class TestTheWarningOfAFloat32Computation:
-    """The silent way to lose mixed precision in JAX: float32 data times bfloat16 parameters is float32."""
+class TestFloat32DataMeetsLowParameters:
+    """The silent way to lose mixed precision in JAX: float32 data times bfloat16 parameters is a float32 product."""
 
-    def test_it_is_given_where_nothing_casts_the_data(self):
-        grad = bind(BF16).value_and_grad(self.loss_fn)
-        with pytest.warns(PrecisionWarning, match=r"loss_fn takes float32\[4,3\], which nothing casts to bfloat16"):
-            grad({"w": jnp.ones((3, 2))}, jnp.ones((4, 3)))
+    params, x = {"w": jnp.full((1, 1), 1 / 3)}, jnp.ones((1, 1))
+    low = float(jnp.bfloat16(1 / 3))
 
     @staticmethod
     def loss_fn(params, x):
         return (x @ params["w"]).sum()
 
-    def test_not_where_the_model_casts_or_the_user_says(self):
+    def test_here_the_product_is_low_whoever_casts(self):
         mp = bind(BF16)
-        params, x = {"w": jnp.ones((3, 2))}, jnp.ones((4, 3))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            mp.value_and_grad(lambda p, x: mp.autocast(self.loss_fn)(p, x))(params, x)
-            mp.value_and_grad(lambda p, x: mp.op("matmul")(jnp.dot)(x, p["w"]).sum())(params, x)
-            mp.value_and_grad(lambda p, x: self.loss_fn(p, mp.cast_to_compute(x)))(params, x)
-            mp.value_and_grad(self.loss_fn, cast_argnums=(0, 1))(params, x)
-            mp.value_and_grad(self.loss_fn, cast_argnums=0)(params, x)
-            bind(PrecisionPolicy()).value_and_grad(self.loss_fn)(params, x)
+        for grad in (
+            mp.value_and_grad(self.loss_fn),
+            mp.value_and_grad(mp.autocast(self.loss_fn)),
+            mp.value_and_grad(mp.autocast(self.loss_fn), cast_argnums=()),
+            mp.value_and_grad(lambda p, x: mp.op("matmul")(jnp.dot)(x, p["w"]).sum()),
+            mp.value_and_grad(self.loss_fn, cast_argnums=(0, 1)),
+        ):
+            assert float(grad(self.params, self.x)[0]) == self.low
 
-    def test_not_where_a_compiled_model_casts_without_being_traced_again(self):
+    def test_also_through_a_compiled_model_that_is_not_traced_again(self):
         mp = bind(BF16)
-        params, x = {"w": jnp.ones((3, 2))}, jnp.ones((4, 3))
         model = jax.jit(mp.autocast(lambda p, x: x @ p["w"]))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for _ in range(3):
-                mp.value_and_grad(lambda p, x: model(p, x).sum())(params, x)
+        for _ in range(3):
+            loss, _ = mp.value_and_grad(lambda p, x: model(p, x).sum())(self.params, self.x)
+            assert float(loss) == self.low
+
+    def test_cast_at_the_boundary_only_it_promotes_as_jax_does(self):
+        loss, _ = bind(BF16).value_and_grad(self.loss_fn, cast_argnums=0)(self.params, self.x * 1.0001)
+        assert float(loss) != float(jnp.bfloat16(float(loss)))
