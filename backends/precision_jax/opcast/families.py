@@ -32,7 +32,7 @@ FAMILY: dict[str, str] = _table(
         eq ne lt le gt ge eq_to lt_to le_to concatenate stack dynamic_update_slice reduce_precision
     """,
     shape="""
-        broadcast_in_dim broadcast_to reshape transpose squeeze slice dynamic_slice gather pad rev copy copy_p tile split unstack
+        broadcast_in_dim broadcast_to reshape transpose squeeze slice dynamic_slice gather pad rev copy tile split unstack
         reduce_max reduce_min argmax argmin cummax cummin reduce_window_max reduce_window_min sort top_k approx_top_k
         stop_gradient name optimization_barrier sharding_constraint layout_constraint reshard device_put
         with_memory_space_constraint pvary pbroadcast preduced all_gather all_gather_invariant all_gather_reduced all_to_all

@@ -26,6 +26,7 @@ class Rules:
 
     def __init__(self, policy: PrecisionPolicy) -> None:
         self.policy = policy
+        self.compute = _dtype(policy.compute_dtype)
         self.named = bool(policy.module_rules)
         self.seen: set[str] = set()
         self._families: dict[str, np.dtype | None] = {}

@@ -13,7 +13,8 @@ import numpy as np
 from jax.extend import core as jex
 
 from precision.ops import FAMILIES, widest
-from precision_jax.opcast import _private, marks, patterns
+from precision_jax.opcast import _private, islands, marks, patterns
+from precision_jax.opcast.closures import Same
 from precision_jax.opcast.contract import contract, round_p
 from precision_jax.opcast.families import CONTRACTIONS, EACH, FAMILY, SELECTING, VIEW
 from precision_jax.opcast.notes import (
@@ -70,7 +71,7 @@ class Rewriter:
 
     def key(self) -> Any:
         """What decides how a jaxpr is rewritten, besides its inputs; hashable."""
-        return (self.rules.policy, type(self.rules), self.recompute, self.mark)
+        return (self.rules.policy, type(self.rules), self.recompute, self.mark, Same(self.islands) if self.islands else None)
 
     def run(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], notes: Sequence[Note], prefix: tuple[str, ...]
@@ -82,7 +83,8 @@ class Rewriter:
         position = 0
         while position < len(jaxpr.eqns):
             position = frame.step(position)
-        return [frame.read(a) for a in jaxpr.outvars], [frame.note(a) for a in jaxpr.outvars]
+        results = [frame.read(a) for a in jaxpr.outvars], [frame.note(a) for a in jaxpr.outvars]
+        return frame.marked(frame.islands.results, *results)
 
     def run_closed(self, closed: Any, args: Sequence[Any], notes: Sequence[Note], prefix: tuple[str, ...]) -> Results:
         """:meth:`run` of a closed jaxpr."""
@@ -98,7 +100,7 @@ class _Frame:
         self.values: dict[Any, Any] = {}
         self.notes: dict[Any, Note] = {}
         self.casts: dict[tuple[int, np.dtype], Any] = {}
-        self.islands = rewriter.islands.get(jaxpr, {})
+        self.islands = rewriter.islands.get(jaxpr, islands.NONE)
 
     def read(self, atom: Any) -> Any:
         return atom.val if isinstance(atom, jex.Literal) else self.values[atom]
@@ -119,6 +121,18 @@ class _Frame:
             self.casts[key] = (x, cast(x, dtype, note))
         return self.casts[key][1]
 
+    def marked(self, marks: Sequence[int], values: list[Any], notes: list[Note]) -> tuple[list[Any], list[Note]]:
+        """Values as the author has cast them: up, where an island begins, or down, where it ends."""
+        if not any(marks):
+            return values, notes
+        values, notes = list(values), list(notes)
+        for i, mark in enumerate(marks):
+            if mark and castable(values[i]) and not notes[i].weak:
+                low = self.rw.rules.compute
+                values[i] = self.cast(values[i], F32 if mark > 0 else low, notes[i])
+                notes[i] = notes[i]._replace(pinned=2) if mark > 0 else PLAIN
+        return values, notes
+
     # ---- one equation -------------------------------------------------------------------------------------------
 
     def step(self, position: int) -> int:
@@ -128,10 +142,7 @@ class _Frame:
             if region is not None and marks.mark_of(eqn) is None and self.region(region):
                 return region.stop
             args, notes = [self.read(a) for a in eqn.invars], [self.note(a) for a in eqn.invars]
-            pins = self.islands.get(position)
-            if pins:  # operands that the author has cast
-                notes = [n._replace(pinned=2) if pin else n for n, pin in zip(notes, pins, strict=True)]
-                args = [self.cast(x, F32, n) if pin else x for x, n, pin in zip(args, notes, pins, strict=True)]
+            args, notes = self.marked(self.islands.operands.get(position, ()), args, notes)
             results, known = self.apply(position, eqn, args, notes)
         self.write(eqn.outvars, results, known)
         return position + 1
@@ -211,9 +222,10 @@ class _Frame:
             x if n.stored and x.dtype == F32 else self.cast(x, target, n) for x, n in zip(args[:2], pair, strict=True)
         ]
         keep = (pair[0].whole or args[0].dtype == target, pair[1].whole or args[1].dtype == target)
-        out = F32 if position in self.plan.biased else target
+        wide = position in self.islands.wide  # the author's preferred_element_type
+        out = F32 if wide or position in self.plan.biased else target
         value = contract(eqn.primitive, eqn.params, [*operands, *args[2:]], target, out, keep)
-        return [value], [Note(path=_ROUND + target.name) if out != target else PLAIN]
+        return [value], [Note(path=_ROUND + target.name) if out != target and not wide else PLAIN]
 
     def addition(self, eqn: Any, args: list[Any], notes: list[Note], scope: tuple[str, ...]) -> Results | None:
         """A bias added to a product's float32 sum, and the one rounding. None if it is no bias of that product after all."""
