@@ -63,10 +63,7 @@ def _walk(value: Any, found: list[Any], seen: set[int]) -> bool:
         found.append(Same(value))
         if _library(value):
             return True
-        parts = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
-        parts += [value.__globals__[n] for n in _names(value.__code__) if n in value.__globals__]
-        parts += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return all(_walk(part, found, seen) for part in parts)
+        return all(_walk(part, found, seen) for part in parts_of(value))
     if isinstance(value, (jax.Array, *_PLAIN)):
         if isinstance(value, jax.core.Tracer):
             return False
@@ -78,6 +75,16 @@ def _walk(value: Any, found: list[Any], seen: set[int]) -> bool:
         found.append(Same(value))
         return True
     return False
+
+
+def parts_of(fun: types.FunctionType) -> list[Any]:
+    """What a function refers to: what it closes over, the globals it names, its defaults."""
+    return [
+        *(cell.cell_contents for cell in fun.__closure__ or () if _filled(cell)),
+        *(fun.__globals__[n] for n in _names(fun.__code__) if n in fun.__globals__),
+        *(fun.__defaults__ or ()),
+        *(fun.__kwdefaults__ or {}).values(),
+    ]
 
 
 def _filled(cell: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import linecache
+import os
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +21,15 @@ from jax.extend import core as jex
 
 from precision.errors import PrecisionWarning
 from precision_jax.opcast import _private
+from precision_jax.opcast.closures import parts_of
 from precision_jax.opcast.families import CONTRACTIONS
 from precision_jax.opcast.notes import CASTABLE, F32
 
+_JAX = os.path.dirname(jax.__file__)
 _CASTS = frozenset(("astype", "asarray", "array", "convert_element_type", "promote_types"))
-_LIBRARIES = tuple(f"site-packages/{n}/" for n in ("jax", "flax", "equinox", "haiku", "optax", "numpy", "jaxlib", "precision_jax"))
+_LIBRARIES = tuple(
+    f"site-packages/{n}/" for n in ("jax", "flax", "equinox", "haiku", "optax", "numpy", "jaxlib", "precision_jax")
+)
 
 
 @dataclasses.dataclass
@@ -46,23 +50,24 @@ class Marks:
 NONE = Marks()
 
 
-def find(flat: Callable[..., Any], closed: Any, values: Sequence[Any], compute: np.dtype) -> dict[Any, Marks]:
+def find(
+    fun: Callable[..., Any], flat: Callable[..., Any], closed: Any, values: Sequence[Any], compute: np.dtype
+) -> dict[Any, Marks]:
     """The author's casts in a traced function, by jaxpr.
 
     Args:
-        flat: the function of its traced leaves.
+        fun: the function.
+        flat: the same, of its traced leaves.
         closed: what it was traced to.
         values: the leaves.
         compute: the dtype to trace it in.
     """
-    if compute == F32 or not any(_suspect(code) for code in _codes(closed.jaxpr)):
+    if compute == F32 or not any(map(_suspect, _codes(closed.jaxpr) | _reachable(fun))):
         return {}
-    avals = [
-        jax.typeof(x).update(dtype=compute, weak_type=False) if x.dtype == F32 else jax.typeof(x) for x in values
-    ]
+    avals = [jax.typeof(x).update(dtype=compute, weak_type=False) if x.dtype == F32 else jax.typeof(x) for x in values]
     try:
         low = _private.trace_closed(flat, avals, closed.jaxpr.debug_info)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever the function raises of dtypes it does not expect
         warnings.warn(
             f"{flat.__name__} cannot be traced in {compute}, so its casts to float32 (astype and the like) are not seen: "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} "
@@ -88,12 +93,43 @@ def _codes(jaxpr: Any) -> set[types.CodeType]:
     return found
 
 
+def _reachable(fun: Any) -> set[types.CodeType]:
+    """The code of the functions that a function may call, as far as its closures, globals and defaults show.
+
+    A helper that does nothing but cast leaves no equation, and so no frame.
+    """
+    found: set[types.CodeType] = set()
+    waiting = [fun]
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        value = getattr(value, "__func__", value)  # a method
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType) and not _of_library(value.__code__):
+            found.add(value.__code__)
+            waiting += parts_of(value)
+        elif isinstance(value, functools.partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, (list, tuple)) and len(value) < 100:
+            waiting += value
+        elif callable(value) and not isinstance(value, type):
+            waiting += [w for w in (getattr(value, "__wrapped__", None), vars(type(value)).get("__call__")) if w]
+    return found
+
+
+def _of_library(code: types.CodeType) -> bool:
+    file = code.co_filename.replace("\\", "/")
+    return any(part in file for part in _LIBRARIES) or "/precision_jax/" in file
+
+
 @functools.lru_cache(maxsize=8192)
 def _suspect(code: types.CodeType) -> bool:
-    file = code.co_filename.replace("\\", "/")
-    if any(part in file for part in _LIBRARIES) or "/opcast/" in file:
+    """Whether code, or a function defined in it, may cast to float32."""
+    if _of_library(code):
         return False
-    return _casts(code) or bool(set(code.co_names) & _casting_functions(code.co_filename))
+    return _casts(code) or any(isinstance(c, types.CodeType) and _suspect(c) for c in code.co_consts)
 
 
 def _casts(code: types.CodeType) -> bool:
@@ -102,24 +138,6 @@ def _casts(code: types.CodeType) -> bool:
     words.update(w for c in code.co_consts if isinstance(c, tuple) for w in c if isinstance(w, str))
     wide = "float32" in names | words or "promote_types" in names
     return (wide and bool(names & (_CASTS | {"float32"}))) or "preferred_element_type" in words
-
-
-@functools.lru_cache(maxsize=256)
-def _casting_functions(file: str) -> frozenset[str]:
-    """The names of the functions in a file that cast to float32 (helpers leave no frame where they leave no equation)."""
-    try:
-        module = compile("".join(linecache.getlines(file)), file, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError):
-        return frozenset()
-
-    def walk(code: types.CodeType) -> Iterator[str]:
-        for inner in code.co_consts:
-            if isinstance(inner, types.CodeType):
-                if _casts(inner):
-                    yield inner.co_name
-                yield from walk(inner)
-
-    return frozenset(walk(module))
 
 
 # ---- two programs side by side --------------------------------------------------------------------------------------
@@ -150,11 +168,11 @@ def _explicit(eqn: Any) -> bool:
     inside = True
     callee = ""
     for code in codes:
-        inside = "/jax/" in code.co_filename.replace("\\", "/")
+        inside = code.co_filename.startswith(_JAX)
         if not inside:
             break
         callee = code.co_qualname if hasattr(code, "co_qualname") else code.co_name
-    return not inside and callee.split(".")[-1] in _CALLED or "astype" in callee
+    return (not inside and callee.split(".")[-1] in _CALLED) or "astype" in callee
 
 
 _CALLED = frozenset(("astype", "_astype", "convert_element_type", "asarray", "array", "__call__", "meth", "op"))
@@ -181,8 +199,10 @@ def _align(wide: Any, low: Any, found: dict[Any, Marks]) -> None:
             if any(kinds):
                 marks.operands[i] = kinds
         asked = other.params.get("preferred_element_type")
-        if eqn.primitive.name in CONTRACTIONS and asked == F32 and all(
-            getattr(v.aval, "dtype", F32) != F32 for v in other.invars[:2]
+        if (
+            eqn.primitive.name in CONTRACTIONS
+            and asked == F32
+            and all(getattr(v.aval, "dtype", F32) != F32 for v in other.invars[:2])
         ):
             marks.wide.add(i)
         for one, two in zip(_inner(eqn), _inner(other), strict=False):

@@ -36,7 +36,7 @@ class Call:
 
     def __init__(self, whole: tuple[Any, Any, Any]) -> None:
         self._whole = whole
-        self.stateful = any(is_module(node) for node in jax.tree.leaves(whole, is_leaf=is_module))
+        self.stateful = bool(_modules(whole))
         self._graph: Any = None
         self._inner: Any = None
         self.tree: Any = whole
@@ -57,20 +57,16 @@ class Call:
         """The state that the function has left in its copies of the modules."""
         if not self.stateful:
             return [], None
-        _, state = _nnx().split(self._inner)
-        leaves, structure = jax.tree.flatten(state)
+        leaves, structure = jax.tree.flatten([_nnx().state(module) for module in _modules(self._inner)])
+        self._inner = None
         return leaves, structure
 
     def update(self, structure: Any, leaves: Sequence[Any]) -> None:
         """Write a state into the caller's modules."""
         if not self.stateful:
             return
-        state = jax.tree.unflatten(structure, list(leaves))
-        graph, old = _nnx().split(self._whole)
-        del graph
-        changed = [a is not b for a, b in zip(jax.tree.leaves(old), leaves, strict=True)]
-        if any(changed):
-            _nnx().update(self._whole, state)
+        for module, state in zip(_modules(self._whole), jax.tree.unflatten(structure, list(leaves)), strict=True):
+            _nnx().update(module, state)
 
     def note(self, path: Sequence[Any], kept: set[int | str]) -> Note:
         """What is known of a leaf of :attr:`tree`: its path within its argument, and whether that is kept."""
@@ -78,6 +74,10 @@ class Call:
         if group == 0:
             return Note(path=dotted(path[1:]), stored=True, whole=True)
         return Note(path=dotted(path[2:]), stored=True, whole=True, pinned=2 if _key(path[1]) in kept else 0)
+
+
+def _modules(tree: Any) -> list[Any]:
+    return [node for node in jax.tree.leaves(tree, is_leaf=is_module) if is_module(node)]
 
 
 def _key(entry: Any) -> Any:

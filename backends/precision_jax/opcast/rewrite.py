@@ -71,7 +71,13 @@ class Rewriter:
 
     def key(self) -> Any:
         """What decides how a jaxpr is rewritten, besides its inputs; hashable."""
-        return (self.rules.policy, type(self.rules), self.recompute, self.mark, Same(self.islands) if self.islands else None)
+        return (
+            self.rules.policy,
+            type(self.rules),
+            self.recompute,
+            self.mark,
+            Same(self.islands) if self.islands else None,
+        )
 
     def run(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], notes: Sequence[Note], prefix: tuple[str, ...]
@@ -158,6 +164,10 @@ class _Frame:
         if name in HANDLERS:
             return HANDLERS[name](self.rw, eqn, args, notes, scope)
         family = FAMILY.get(name)
+        if family is not None and all(n.weak for n in notes) and all(v.aval.shape == () for v in eqn.outvars):
+            folded = _fold(eqn, args, notes)
+            if folded is not None:
+                return folded
         moving = [i for i, (x, v) in enumerate(zip(args, eqn.invars, strict=True)) if castable(x) and declared(v)]
         wide = [v for v in eqn.invars if getattr(v.aval, "dtype", None) == np.float64]
         if family is None or not moving or wide:
@@ -332,6 +342,17 @@ def _notes(eqn: Any, notes: Sequence[Note], moving: Sequence[int], results: Sequ
         whole = kept.whole and eqn.primitive.name in _FREE
         return [kept._replace(whole=whole, value=kept.value if same else None)] * len(results)
     return [Note(pinned=pinned, weak=weak)] * len(results)
+
+
+def _fold(eqn: Any, args: Sequence[Any], notes: Sequence[Note]) -> Results | None:
+    """A number computed from numbers (``1 / sqrt(64)``), so that it is known. None if one of them is not."""
+    if not notes or any(isinstance(x, jax.core.Tracer) for x in args):
+        return None
+    args = [restore(x, v, n) for x, v, n in zip(args, eqn.invars, notes, strict=True)]
+    with jax.ensure_compile_time_eval():
+        results = bind(eqn, args)
+        known = [Note(weak=True, value=float(x)) if castable(x) else Note(weak=True) for x in results]
+    return results, known
 
 
 _FREE = frozenset(

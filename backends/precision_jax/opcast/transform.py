@@ -129,7 +129,7 @@ class _Program:
         self._out_tree, self._fixed, self._count = ends["out_tree"], ends["fixed"], ends["count"]
         self.state_tree = ends["state_tree"]
         self.open_over = any(isinstance(c, jax.core.Tracer) for c in self.closed.consts)
-        self.islands = islands.find(flat, self.closed, values, owner.mp.compute_dtype)
+        self.islands = islands.find(fun, flat, self.closed, values, owner.mp.compute_dtype)
 
     def split(self, results: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The function's own results, and the new state of modules among its arguments."""

@@ -1,0 +1,140 @@
+"""The table is complete: every primitive of JAX, and what its public functions are made of, has a family or a reason."""
+
+import inspect
+
+import jax
+import jax.extend.core.primitives as published
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.interpreters import mlir  # every primitive that can be compiled; there is no public list
+
+from precision import FAMILIES
+from precision_jax.opcast import control, derivatives
+from precision_jax.opcast.families import EACH, ENTERED, FAMILY, OPAQUE, SELECTING, VIEW, WHY
+from precision_jax.opcast.rewrite import HANDLERS
+from tests.jax.autocast.common import equations, normal
+
+KNOWN = {**FAMILY, **ENTERED, **OPAQUE}
+OURS = {"precision_contract", "precision_round"}
+
+
+def primitives():
+    lowered = [*mlir._lowerings, *(p for table in mlir._platform_specific_lowerings.values() for p in table)]
+    every = {p.name for p in lowered} | {getattr(published, n).name for n in dir(published) if n.endswith("_p")}
+    return {name for name in every if not name.startswith("test_")} - OURS
+
+
+def test_every_primitive_has_a_place():
+    assert len(primitives()) > 200
+    assert primitives() - set(KNOWN) == set()
+
+
+def test_in_one_table_only():
+    assert not (set(FAMILY) & set(OPAQUE) or set(FAMILY) & set(ENTERED) or set(OPAQUE) & set(ENTERED))
+    assert set(FAMILY.values()) <= set(FAMILIES)
+    assert set(FAMILY) - primitives() == set(), "no name that JAX does not have"
+    for names in (EACH, SELECTING, VIEW, WHY):
+        assert set(names) <= set(FAMILY)
+
+
+def test_what_is_entered_has_a_handler():
+    assert control and derivatives
+    assert set(HANDLERS) == set(ENTERED)
+
+
+A = np.random.default_rng(0).uniform(0.1, 0.9, (4, 4)).astype(np.float32)
+CALLS = [
+    (A,),
+    (A, A),
+    (A[0],),
+    (A[0], A[0]),
+    (A, A, A),
+    (A, 1),
+    (A, (4, 4)),
+    ([A, A],),
+    (A > 0.5, A, A),
+    (A, 2, 1),
+    (A, 0),
+]
+NO_FLOATS = [
+    "array_equal",
+    "array_equiv",
+    "bartlett",
+    "blackman",
+    "hamming",
+    "hanning",
+    "kaiser",
+    "arange",
+    "eye",
+    "identity",
+    "tri",
+    "ones",
+    "zeros",
+    "empty",
+    "full",
+    "indices",
+    "linspace",
+    "logspace",
+    "geomspace",
+    "tril_indices",
+    "triu_indices",
+    "diag_indices",
+    "mask_indices",
+    "unravel_index",
+    "ravel_multi_index",
+    "ix_",
+    "mgrid",
+    "ogrid",
+]
+
+
+@pytest.mark.parametrize("module", [jnp, jnp.linalg, jnp.fft, jax.lax, jax.nn], ids=lambda m: m.__name__)
+def test_the_public_functions_are_made_of_known_primitives(module):
+    """Each function is traced with whatever arguments it takes; some take none of these and are covered by the primitives."""
+    unknown, called = {}, 0
+    for name in sorted(dir(module)):
+        fun = getattr(module, name)
+        if (
+            name.startswith("_")
+            or inspect.isclass(fun)
+            or inspect.ismodule(fun)
+            or not callable(fun)
+            or name in NO_FLOATS
+        ):
+            continue
+        for args in CALLS:
+            leaves, tree = jax.tree.flatten(args)
+            places = [i for i, x in enumerate(leaves) if isinstance(x, np.ndarray)]
+
+            def run(*arrays, fun=fun, leaves=leaves, tree=tree, places=places):
+                given = list(leaves)
+                for i, x in zip(places, arrays, strict=True):
+                    given[i] = x
+                return fun(*jax.tree.unflatten(tree, given))
+
+            try:
+                jaxpr = jax.make_jaxpr(run)(*(leaves[i] for i in places)).jaxpr
+            except Exception:
+                continue
+            called += 1
+            missing = {e.primitive.name for e in equations(jaxpr)} - set(KNOWN)
+            if missing:
+                unknown[name] = missing
+            break
+    assert unknown == {}
+    assert (
+        called
+        >= {"jax.numpy": 200, "jax.lax": 70, "jax.nn": 20, "jax.numpy.linalg": 15, "jax.numpy.fft": 10}[module.__name__]
+    )
+
+
+def test_the_trained_functions_of_jax_nn_run_and_stay_close():
+    from tests.jax.autocast.common import BF16
+
+    x = normal(4, 8)
+    for name in ["relu", "relu6", "sigmoid", "softplus", "soft_sign", "silu", "swish", "log_sigmoid", "leaky_relu", "hard_sigmoid", "hard_silu", "hard_tanh", "elu", "celu", "selu", "gelu", "glu", "squareplus", "mish", "log_softmax", "softmax", "standardize", "logsumexp"]:  # fmt: skip
+        fun = getattr(jax.nn, name)
+        run = BF16.autocast(lambda x, w, fun=fun: fun(x @ w))
+        want = fun(x @ jnp.eye(8))
+        np.testing.assert_allclose(jax.jit(run)(x, jnp.eye(8)), want, atol=0.03, rtol=0.03, err_msg=name)
