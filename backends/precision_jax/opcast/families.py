@@ -109,7 +109,6 @@ VIEW = frozenset(
         "broadcast_in_dim",
         "rev",
         "copy",
-        "copy_p",
         "stop_gradient",
         "name",
         "sharding_constraint",

@@ -87,7 +87,10 @@ def find(
 def _codes(jaxpr: Any) -> set[types.CodeType]:
     found: set[types.CodeType] = set()
     for eqn in jaxpr.eqns:
-        found.update(_private.codes(eqn))
+        for code in _private.codes(eqn):
+            if code.co_filename.endswith("transform.py") and code.co_name == "flat":
+                break  # what called the function is no part of it
+            found.add(code)
         for inner in _inner(eqn):
             found |= _codes(inner)
     return found
@@ -192,9 +195,12 @@ def _align(wide: Any, low: Any, found: dict[Any, Marks]) -> None:
                 return kind
         return 0
 
-    marks = Marks(results=tuple(map(mark, low.outvars)))
+    same = len(wide.outvars) == len(low.outvars)
+    marks = Marks(results=tuple(map(mark, low.outvars)) if same else ())
     for i, eqn, other in _pairs(wide, low):
-        if len(eqn.invars) == len(other.invars):
+        if [v.aval.shape for v in eqn.invars if hasattr(v.aval, "shape")] == [
+            v.aval.shape for v in other.invars if hasattr(v.aval, "shape")
+        ] and len(eqn.invars) == len(other.invars):
             kinds = tuple(map(mark, other.invars))
             if any(kinds):
                 marks.operands[i] = kinds

@@ -356,7 +356,7 @@ def _fold(eqn: Any, args: Sequence[Any], notes: Sequence[Note]) -> Results | Non
 
 
 _FREE = frozenset(
-    ["squeeze", "reshape", "pvary", "stop_gradient", "sharding_constraint", "name", "optimization_barrier", "copy_p"]
+    ["squeeze", "reshape", "pvary", "stop_gradient", "sharding_constraint", "name", "optimization_barrier"]
 )
 
 
