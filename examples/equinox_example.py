@@ -32,7 +32,7 @@ class Network(eqx.Module):
         return self.head(self.norm(jax.nn.relu(self.fc(x))))
 
 
-@mp.autocast  # the network and its inputs go in low, the logits come out in float32
+@mp.autocast  # products low, norms in float32; the logits come out in float32
 def logits_of(network, x):
     return jax.vmap(network)(x)
 
