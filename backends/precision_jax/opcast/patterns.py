@@ -143,12 +143,19 @@ def _floating(var: Any) -> bool:
 
 
 def _known(eqn: Any) -> str | None:
-    for code in reversed(_private.codes(eqn)):  # outermost first: logsumexp inside of softmax is softmax
-        if code.co_name in _NAMES:
-            for (file, name), family in KNOWN.items():
-                if code.co_name == name and code.co_filename.replace("\\", "/").endswith(file):
-                    return family
-    return None
+    found = None
+    for code in _private.codes(eqn):
+        if code.co_name == "flat" and code.co_filename.endswith("transform.py"):
+            break  # what called the function is no part of it
+        if code.co_name in _NAMES:  # the outermost counts: logsumexp inside of softmax is softmax
+            found = _family_of(code) or found
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _family_of(code: Any) -> str | None:
+    path = code.co_filename.replace("\\", "/")
+    return next((f for (file, name), f in KNOWN.items() if name == code.co_name and path.endswith(file)), None)
 
 
 def _regions(jaxpr: Any, uses: dict[Any, list[int]]) -> dict[int, Region]:

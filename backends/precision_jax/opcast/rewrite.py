@@ -164,7 +164,7 @@ class _Frame:
         if name in HANDLERS:
             return HANDLERS[name](self.rw, eqn, args, notes, scope)
         family = FAMILY.get(name)
-        if family is not None and all(n.weak for n in notes) and all(v.aval.shape == () for v in eqn.outvars):
+        if family in _FOLDED and all(n.weak for n in notes) and all(v.aval.shape == () for v in eqn.outvars):
             folded = _fold(eqn, args, notes)
             if folded is not None:
                 return folded
@@ -342,6 +342,9 @@ def _notes(eqn: Any, notes: Sequence[Note], moving: Sequence[int], results: Sequ
         whole = kept.whole and eqn.primitive.name in _FREE
         return [kept._replace(whole=whole, value=kept.value if same else None)] * len(results)
     return [Note(pinned=pinned, weak=weak)] * len(results)
+
+
+_FOLDED = frozenset(("elementwise", "transcendental"))
 
 
 def _fold(eqn: Any, args: Sequence[Any], notes: Sequence[Note]) -> Results | None:

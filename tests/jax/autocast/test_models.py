@@ -1,6 +1,7 @@
 """Whole models under autocast: forward and gradients against float32, what is kept for the backward pass, what tracing costs."""
 
 import functools
+import re
 import time
 
 import jax
@@ -63,7 +64,7 @@ def in_float32(name):
 
 
 CASES = [
-    *[(name, BF16, 0.03) for name in MODELS if name != "transformer, remat"],
+    *[(name, BF16, 0.03) for name in MODELS if name not in ("transformer", "transformer, remat")],
     *[(name, FP16, 0.004) for name in ("transformer, layers scanned", "resnet", "lstm")],
 ]
 
@@ -84,18 +85,24 @@ def test_not_compiled_it_is_the_same_up_to_roundings():
     assert float(run(params)) == pytest.approx(float(jax.jit(run)(params)), rel=2e-3)
 
 
-def residual_bytes(loss, params):
-    """Bytes kept for the backward pass, what the arguments hold anyway left out."""
-    _, vjp = jax.vjp(loss, params)
-    held = {id(leaf) for leaf in jax.tree.leaves(params)}
-    return sum(x.nbytes for x in jax.tree.leaves(vjp) if id(x) not in held)
+def residual_bytes(loss, params, capsys):
+    """Bytes kept for the backward pass, as JAX tells them, what the arguments hold anyway left out."""
+    capsys.readouterr()
+    print_saved_residuals(loss, params)
+    total = 0
+    for dtype, sizes, why in re.findall(r"^(\w+)\[([\d,]*)\] (.*)$", capsys.readouterr().out, re.M):
+        if "from the argument" not in why:
+            width = 1 if dtype == "bool" else int(re.sub(r"\D", "", dtype)) // 8
+            total += width * int(np.prod([int(n) for n in sizes.split(",") if n]))
+    return total
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_at_most_six_tenths_of_the_bytes_are_kept_for_the_backward_pass(stacked):
+def test_at_most_six_tenths_of_the_bytes_are_kept_for_the_backward_pass(stacked, capsys):
     params = nets.transformer_params(stacked)
-    ratio = residual_bytes(BF16.autocast(transformer_loss), params) / residual_bytes(transformer_loss, params)
-    assert 0.2 < ratio <= 0.6
+    low, full = (residual_bytes(f, params, capsys) for f in (BF16.autocast(transformer_loss), transformer_loss))
+    assert full > 100_000
+    assert 0.2 < low / full <= 0.6
 
 
 def test_no_second_copy_of_the_weights_where_layers_are_scanned(capsys):
@@ -114,18 +121,22 @@ def test_tracing_costs_at_most_twice_as_much():
     params = nets.transformer_params()
 
     def cost(fun):
-        times = []
-        for _ in range(5):
-            jax.clear_caches()
-            start = time.process_time()
-            jax.jit(fun()).trace(params)
-            times.append(time.process_time() - start)
-        return min(times)
+        jax.clear_caches()
+        start = time.process_time()
+        jax.jit(fun()).trace(params)
+        return time.process_time() - start
 
-    forward = cost(lambda: BF16.autocast(transformer_loss)) / cost(lambda: transformer_loss)
-    backward = cost(lambda: jax.grad(BF16.autocast(transformer_loss))) / cost(lambda: jax.grad(transformer_loss))
-    assert forward <= 2.0
-    assert backward <= 2.0
+    kinds = {
+        "plain": lambda: transformer_loss,
+        "ours": lambda: BF16.autocast(transformer_loss),
+        "plain gradient": lambda: jax.grad(transformer_loss),
+        "our gradient": lambda: jax.grad(BF16.autocast(transformer_loss)),
+    }
+    best = dict.fromkeys(kinds, float("inf"))
+    for _ in range(6):  # in turns, so that a busy moment of the machine meets them all
+        best = {name: min(best[name], cost(fun)) for name, fun in kinds.items()}
+    assert best["ours"] <= 2.0 * best["plain"]
+    assert best["our gradient"] <= 2.0 * best["plain gradient"]
 
 
 def test_a_loss_curve_stays_with_that_of_float32():
