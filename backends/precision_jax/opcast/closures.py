@@ -67,6 +67,10 @@ def _walk(value: Any, found: list[Any], seen: set[int]) -> bool:
     if isinstance(value, (jax.Array, *_PLAIN)):
         if isinstance(value, jax.core.Tracer):
             return False
+        if isinstance(value, types.BuiltinFunctionType) and not isinstance(
+            value.__self__, (types.ModuleType, type(None))
+        ):
+            return False  # a method of an object
         found.append(value if isinstance(value, (int, float, complex, str, bytes)) else Same(value))
         return True
     if isinstance(value, (tuple, frozenset)):

@@ -192,10 +192,7 @@ class TestNested:
 class TestKept:
     def test_an_op_that_takes_a_kept_argument_runs_in_its_dtype(self):
         run = BF16.autocast(lambda x, w, y: (x @ w, x @ y, (x @ w) - y[:4]), keep="y")
-        assert (
-            products(run, X, W, W) == ["bfloat16", "float32", "bfloat16"]
-            or products(run, X, W, W).count("float32") == 1
-        )
+        assert sorted(products(run, X, W, W)) == ["bfloat16", "bfloat16", "float32"]
         assert dtypes(run, X, W, W, of="sub") == ["float32,float32->float32"]
 
     def test_it_has_to_be_there(self):
