@@ -131,6 +131,19 @@ class Losses:
         if not same:
             self.lost.append(Lost(field, plain_field(self.policy, field), instead))
 
+    def against(self, meant: PrecisionPolicy, instead: Mapping[str, str]) -> None:
+        """Note as lost every field in which the config that was made means something else.
+
+        Args:
+            meant: what the config means, as reading it gives.
+            instead: what the target does instead, as sentences by field, or by section (``loss_scale``).
+        """
+        fields = differing_fields(self.policy, meant)
+        if "loss_scale.mode" in fields:  # the settings of two modes cannot be told one by one
+            fields = [*(field for field in fields if not field.startswith("loss_scale.")), "loss_scale"]
+        for field in fields:
+            self.unless(False, field, instead.get(field) or instead[field.partition(".")[0]])
+
     def note(self, text: str) -> None:
         """Note what is expressed but acts differently."""
         if text not in self.notes:
