@@ -16,6 +16,24 @@ FIELDS = (
 )
 
 
+_DTYPES = ("float32", "bfloat16", "float16")
+_PLAIN = {
+    "full": "float32", "f32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16", "f16": "float16",
+    "float16": "float16",
+}  # fmt: skip
+_INSTEAD = {
+    **{
+        f"{part}_dtype": "jmp has float32, bfloat16 and float16; float32 is written"
+        for part in ("param", "compute", "output")
+    },
+    "reduce_dtype": "jmp reduces nothing; cast gradients before jax.lax.pmean",
+    "rules": "jmp casts whole trees; give modules a policy of their own",
+    "loss_scale": "the string does not say it; make a jmp.DynamicLossScale or StaticLossScale, which have fewer settings "
+    "(one factor both ways, a minimum of 1, no maximum)",
+    "emulate": "jmp computes in the dtype itself",
+}
+
+
 def to_jmp(policy: PrecisionPolicy, *, base: Any = None, strict: bool = False) -> Export:
     """Write a policy as the string that ``jmp.get_policy`` takes.
 
@@ -31,35 +49,45 @@ def to_jmp(policy: PrecisionPolicy, *, base: Any = None, strict: bool = False) -
         >>> to_jmp(PrecisionPolicy(compute_dtype="bfloat16")).config
         'params=float32,compute=bfloat16,output=float32'
     """
-    text = f"params={policy.param_dtype},compute={policy.compute_dtype},output={policy.output_dtype}"
+    dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+    param, compute, output = (dtype if dtype in _DTYPES else "float32" for dtype in dtypes)
+    text = f"params={param},compute={compute},output={output}"
     losses = Losses(policy)
-    losses.unless(not policy.rules, "rules", "jmp casts whole trees; give modules a policy of their own")
-    losses.unless(policy.reduce_dtype == "float32", "reduce_dtype", "jmp reduces nothing; cast gradients before jax.lax.pmean")
-    losses.unless(not policy.emulate, "emulate", "jmp computes in the dtype itself")
-    usual = policy_from_name(text).loss_scale
-    losses.unless(
-        policy.loss_scale == usual, "loss_scale",
-        "the string does not say it; make a jmp.DynamicLossScale or StaticLossScale, which have fewer settings",
-    )  # fmt: skip
-    if usual.mode != "none":
+    meant = policy_from_name(text)
+    losses.against(meant, _INSTEAD)
+    if meant.loss_scale.mode != "none":
         losses.note("jmp scales no loss by itself: use a jmp.DynamicLossScale, whose minimum is lost across jax.jit")
+    losses.note("jmp casts every floating leaf, float64 ones too, and skips no step by itself (jmp.select_tree does)")
     return losses.export("jmp", text, strict)
 
 
 def from_jmp(config: Any) -> Import:
-    """Read a jmp string. Float16 compute is taken to go with a dynamic loss scale.
+    """Read a jmp string: parts, or one dtype for all three. Float16 compute is taken to go with a dynamic loss scale.
 
     Raises:
-        InteropError: not a string with ``=``. PolicyError: an unknown part or dtype.
+        InteropError: not a string, or one that means float16 or bfloat16 by device (``half``).
+        PolicyError: an unknown part or dtype.
 
     Example:
         >>> from_jmp("p=f32,c=bf16").policy.output_dtype
         'bfloat16'
+        >>> from_jmp("bf16").policy.param_dtype
+        'bfloat16'
     """
+    if isinstance(config, str) and config.strip() in _PLAIN:
+        dtype = _PLAIN[config.strip()]
+        config = f"params={dtype},compute={dtype},output={dtype}"
     if not recognises(config):
-        raise InteropError(f"a jmp policy is a string such as 'params=float32,compute=bfloat16', not {shown(config)}.")
+        raise InteropError(
+            "a jmp policy is a string such as 'params=float32,compute=bfloat16', or one dtype (half, which depends on the "
+            f"device, is no policy), not {shown(config)}."
+        )
     policy = policy_from_name(config)
-    notes = ("float16 compute: a dynamic loss scale is assumed; jmp keeps it apart",) if policy.loss_scale.mode != "none" else ()
+    notes = (
+        ("float16 compute: a dynamic loss scale is assumed; jmp keeps it apart",)
+        if policy.loss_scale.mode != "none"
+        else ()
+    )
     return Import("jmp", policy, {}, notes)
 
 
