@@ -109,8 +109,14 @@ class Difference:
     second: Any
 
 
-def diff(first: Source, second: Source) -> list[Difference]:
+def diff(
+    first: Source, second: Source, *, first_tool: str | None = None, second_tool: str | None = None
+) -> list[Difference]:
     """What differs in effect between two configs of any tools; empty if nothing does.
+
+    Args:
+        first, second: as for :func:`read`.
+        first_tool, second_tool: whose configs they are; left out, they are recognised.
 
     Raises:
         InteropError, ConfigError, PolicyError: as :func:`read`.
@@ -119,7 +125,11 @@ def diff(first: Source, second: Source) -> list[Difference]:
         >>> diff("16-mixed", {"fp16": True})
         []
     """
-    a, b = read(first).policy, read(second).policy
+    return differences(read(first, first_tool).policy, read(second, second_tool).policy)
+
+
+def differences(a: PrecisionPolicy, b: PrecisionPolicy) -> list[Difference]:
+    """What differs in effect between two policies, field by field."""
     return [Difference(field, _value(a, field), _value(b, field)) for field in differing_fields(a, b)]
 
 
@@ -149,6 +159,27 @@ def to_text(export: Export, kind: str | None = None) -> str:
         except TypeError as error:
             raise InteropError(f"TOML cannot hold this config ({error}); write it as {' or '.join(kinds)}.") from None
     raise InteropError(f"unknown kind of file {kind!r}; use json, yaml, toml or text.")
+
+
+def write_text(export: Export, path: str | PathLike[str]) -> None:
+    """Write an export to a file, of the kind that its ending says: ``.json``, ``.yaml``, ``.yml``, ``.toml``, or another for text.
+
+    Raises:
+        InteropError: the ending is unknown (a config that is a string takes any), or the kind cannot hold the config.
+        ConfigError: the file cannot be written.
+    """
+    file = Path(path)
+    text = to_text(export, "text" if isinstance(export.config, str) else kind_of(file))
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be written: {error}") from None
+
+
+def read_values(path: str | PathLike[str]) -> dict[str, Any]:
+    """The plain values of a file, to give as ``base``. Raises ``ConfigError``."""
+    file = Path(path)
+    return parse(read_text(file), kind_of(file), str(file)).values
 
 
 def _read_file(path: Path, tool: str | None) -> Import:

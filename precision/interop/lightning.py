@@ -103,7 +103,7 @@ def to_lightning(
         >>> to_lightning(PrecisionPolicy(compute_dtype="bfloat16")).config
         {'precision': 'bf16-mixed'}
     """
-    string = _string(policy)
+    string = nearest_string(policy)
     scale = policy.loss_scale
     before = _plugin_of(base)
     config: dict[str, Any] = {"precision": string}
@@ -140,7 +140,13 @@ def to_lightning(
     return losses.export("lightning", _laid_over(base, config), strict)
 
 
-def _string(policy: PrecisionPolicy) -> str:
+def nearest_string(policy: PrecisionPolicy) -> str:
+    """The ``precision=`` string that comes nearest to a policy.
+
+    Example:
+        >>> nearest_string(PrecisionPolicy(compute_dtype="float16", loss_scale={"mode": "static"}))
+        '16-mixed'
+    """
     low = {"float16": "16", "bfloat16": "bf16"}.get(policy.compute_dtype)
     if low is None:
         return "32-true"
