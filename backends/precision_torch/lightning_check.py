@@ -9,6 +9,7 @@ from precision.config import resolve_policy
 from precision.errors import UnsupportedError
 from precision.interop.base import differing_fields, plain_field
 from precision.interop.lightning import from_lightning
+from precision.loss_scale import LossScale
 from precision.policy import PrecisionPolicy
 from precision_torch.dtypes import NAME
 
@@ -31,21 +32,17 @@ def effective_policy(runner: Any) -> PrecisionPolicy:
         raise UnsupportedError(f"{type(plugin).__name__} is no dtype policy.")
     policy = from_lightning({"precision": plugin.precision}).policy
     scaler = getattr(plugin, "scaler", None)
-    if scaler is None:
-        policy = policy.with_(loss_scale={"mode": "none"})
+    if scaler is None or not scaler.is_enabled():
+        policy = policy.with_(loss_scale=LossScale())
     else:
         settings = {
-            "init_scale": scaler.get_scale() if scaler.is_enabled() else 1.0,
+            "init_scale": scaler.get_scale(),
             "growth_factor": scaler.get_growth_factor(),
             "backoff_factor": scaler.get_backoff_factor(),
             "growth_interval": scaler.get_growth_interval(),
-            "enabled": scaler.is_enabled(),
         }
-        made = {
-            "class_path": "MixedPrecision",
-            "init_args": {"precision": "16-mixed", "scaler": {"init_args": settings}},
-        }
-        policy = from_lightning({"plugins": [made]}).policy
+        args = {"precision": "16-mixed", "scaler": {"init_args": settings}}
+        policy = from_lightning({"plugins": [{"class_path": "MixedPrecision", "init_args": args}]}).policy
     sharded = getattr(strategy, "mixed_precision_config", None)
     if sharded is not None and sharded.reduce_dtype is not None:
         policy = policy.with_(reduce_dtype=NAME[sharded.reduce_dtype])
