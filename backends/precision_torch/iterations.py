@@ -45,8 +45,13 @@ class Iterations:
             self._modules.append(weakref.ref(module))
 
     def scale(self, loss: Any) -> Any:
-        """The loss times the scale. A new backward begins, so an update that was due is done first."""
+        """The loss times the scale. A new backward begins, so an update that was due is done first.
+
+        Gradients that were unscaled (to clip them) and wait for their step are multiplied by the scale again, as scaled ones
+        will be added to them.
+        """
         self.settle()
+        self._scale_again()
         return self.scaler.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
@@ -75,7 +80,7 @@ class Iterations:
         result = self.scaler.step(optimizer, **kwargs)
         if self.scaler.is_enabled():
             self.pending = True
-            if whole or not self._waiting():
+            if whole or not (self._waiting() or self._unscaled()):
                 self._update()
         return result
 
@@ -93,8 +98,29 @@ class Iterations:
                     grad.mul_(ratio.to(grad.device))
 
     def _update(self) -> None:
+        """Update the scale. Optimizers that were unscaled and not stepped stay so; their flags count in the next update."""
         self.pending = False
+        states = self.scaler._per_optimizer_states
+        kept = {key: states.pop(key) for key in self._unscaled()}
         self.scaler.update()
+        if kept:
+            self.scaler._per_optimizer_states.update(kept)
+            self.scaler._scaled = True
+
+    def _unscaled(self) -> list[int]:
+        """The optimizers whose gradients were unscaled and wait for their step, as the scaler calls them."""
+        states = self.scaler._per_optimizer_states
+        return [key for key, s in states.items() if s["stage"] is OptState.UNSCALED and s["found_inf_per_device"]]
+
+    def _scale_again(self) -> None:
+        states = self.scaler._per_optimizer_states
+        for key in self._unscaled():
+            optimizer = states.pop(key)["optimizer"]
+            with torch.no_grad():
+                for group in optimizer.param_groups:
+                    for param in group["params"]:
+                        if param.grad is not None:
+                            param.grad.mul_(self.scaler.state.scale.to(param.grad.device))
 
     def _stage(self, optimizer: torch.optim.Optimizer) -> OptState:
         states = self.scaler._per_optimizer_states
