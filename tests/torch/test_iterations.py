@@ -12,7 +12,8 @@ def made(weights, initial=8.0):
     policy = precision.PrecisionPolicy(compute_dtype="float16", loss_scale=scale)
     iterations = Iterations(precision.bind(policy, backend="torch", device="cpu").grad_scaler())
     module = torch.nn.ParameterList(torch.nn.Parameter(torch.tensor(1.0)) for _ in range(weights))
-    iterations.watch(module)
+    iterations.watch(module)  # holds it weakly
+    iterations.module = module
     return iterations, module, [torch.optim.SGD([weight], lr=0.25) for weight in module]
 
 
