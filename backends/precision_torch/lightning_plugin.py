@@ -111,7 +111,11 @@ class _Plugin:
     @property
     def iterations(self) -> Iterations:
         """What steps the optimizers."""
-        return self.mp and self._iterations  # type: ignore[return-value]
+        if self._iterations is None:
+            raise PolicyError(
+                "the plugin is bound when Lightning sets up the model; give it device= to have it before."
+            )
+        return self._iterations
 
     @property
     def scaler(self) -> PrecisionGradScaler:
@@ -360,11 +364,12 @@ class FabricPrecisionPlugin(_Plugin, _FabricPrecision):
         Returns:
             What the closure returned, or else the optimizer's ``step``; None if it was skipped.
         """
-        native = self._meet(optimizer)
-        if not self.scaler.is_enabled():
+        native = _native(optimizer)
+        self._require_no_closure(native)
+        if self.policy.loss_scale.mode == "none":
             return super().optimizer_step(native, **kwargs, **({} if closure is None else {"closure": closure}))
         loss = None if closure is None else closure()
-        result = self.iterations.step(native, **kwargs)
+        result = self.iterations.step(self._meet(native), **kwargs)
         return result.value if closure is None else loss
 
 
