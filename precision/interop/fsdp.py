@@ -61,7 +61,7 @@ def to_fsdp(policy: PrecisionPolicy, *, base: Any = None, strict: bool = False, 
             {
                 "module": rule.module,
                 "model_dtype": rule.dtype,
-                "mixed_precision": _arguments(policy, rule.dtype, version, rule.dtype),
+                "mixed_precision": _arguments(policy, rule.dtype, version, policy.compute_dtype),
             }
             for rule in policy.module_rules
         ],
@@ -70,6 +70,14 @@ def to_fsdp(policy: PrecisionPolicy, *, base: Any = None, strict: bool = False, 
         not policy.family_rules, "rules",
         "FSDP casts modules, not ops: rules for op families are left out (those for modules are kept)",
     )  # fmt: skip
+    if policy.module_rules:
+        losses.note(
+            f"results of modules with a rule leave in {policy.compute_dtype}, which the next module computes in; for a last one "
+            "set its output_dtype to float32"
+            if version == 2
+            else "FSDP1 casts no outputs: results of a module with a rule reach the next one in the rule's dtype, which only a "
+            "module that is wrapped by itself takes"
+        )
     if version == 1:
         losses.unless(
             policy.output_dtype == policy.compute_dtype, "output_dtype",
@@ -86,6 +94,11 @@ def to_fsdp(policy: PrecisionPolicy, *, base: Any = None, strict: bool = False, 
     losses.unless(not policy.emulate, "emulate", "FSDP computes in the dtype itself")
     if usual.mode != "none":
         losses.note(f"FSDP scales no loss by itself: float16 compute needs {_SCALERS[version]}")
+    if policy.param_dtype != "float32":
+        losses.note(
+            f"with a model in {policy.param_dtype} FSDP keeps no float32 masters, and gives the optimizer gradients in "
+            f"{policy.param_dtype}: small updates are rounded away"
+        )
     if policy.is_mixed:
         losses.note(
             f"FSDP runs every op of a module in {policy.compute_dtype}, norm, softmax and losses too, where autocasting keeps "
