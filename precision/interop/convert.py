@@ -165,10 +165,14 @@ def write_text(export: Export, path: str | PathLike[str]) -> None:
     """Write an export to a file, of the kind that its ending says: ``.json``, ``.yaml``, ``.yml``, ``.toml``, or another for text.
 
     Raises:
-        InteropError: the ending is unknown (a config that is a string takes any), or the kind cannot hold the config.
-        ConfigError: the file cannot be written.
+        InteropError: the kind cannot hold the config (a config that is a string takes any ending but these).
+        ConfigError: the ending is unknown, or the file cannot be written.
     """
     file = Path(path)
+    if isinstance(export.config, str) and file.suffix.lower() in SUFFIXES:
+        raise InteropError(
+            f"{file}: the config of {export.target} is a line of text; give the file another ending, such as .txt."
+        )
     text = to_text(export, "text" if isinstance(export.config, str) else kind_of(file))
     try:
         file.write_text(text, encoding="utf-8")
