@@ -61,9 +61,9 @@ _INSTEAD = {
     "reduce_dtype": "gradients accumulate and are reduced in the parameters' dtype, float32; under FSDP in the compute dtype "
     "unless a mixed_precision_policy says otherwise",
     "rules": "Accelerate has no rules by module, and autocast keeps its own lists of ops; "
-    "precision_torch.accelerate_scaling has them",
+    "precision_torch.accelerate_policy has them",
     "loss_scale": "Accelerate makes a GradScaler under fp16 only, and the file has no place for its settings (arguments have: "
-    "form='arguments'); precision_torch.accelerate_scaling has them all",
+    "form='arguments'); precision_torch.accelerate_policy has them all",
     "loss_scale.minimum": "a GradScaler's scale falls without a bound, to 0",
     "loss_scale.maximum": "a GradScaler's scale grows without a bound, to infinity",
     "loss_scale.hysteresis": "a GradScaler backs off at once",
@@ -184,7 +184,7 @@ def _scaler_notes(losses: Losses, word: str) -> None:
         losses.note("on a CPU Accelerate trains fp16 as float32 and scales nothing, with no word of it")
         losses.note(
             "with a fused optimizer optimizer_step_was_skipped stays False on a skipped step, so schedulers go on; with two "
-            "optimizers the scale is updated between their steps (precision_torch.accelerate_scaling mends both)"
+            "optimizers the scale is updated between their steps (precision_torch.accelerate_policy mends both)"
         )
     if word != "no":
         losses.note("Accelerate reduces in the compute dtype under FSDP by default")
