@@ -178,7 +178,7 @@ def seen(tmp_path_factory):
     configs = [written(name, stage).config for name, stage in CONFIGS]
     patterns = [(fields(scale, stage), stage, flags) for scale, stage, flags in PATTERNS]
     args = (configs, patterns, str(tmp_path_factory.mktemp("deepspeed")))
-    return run_ranks(workers.one, 1, args, env=workers.ENV, timeout=150)[0]
+    return run_ranks(workers.one, 1, args, env=workers.ENV, timeout=240)[0]
 
 
 def test_its_own_parser_reads_what_was_written(seen):
@@ -340,6 +340,10 @@ def test_at_stage_0_adam_has_taken_a_step_before_training(seen):
     assert seen["adam"] == {0: (1, 0.5), 1: (0, 1.0), 2: (0, 1.0)}  # count, and a weight of 1 under a decay of 0.5
 
 
+def test_a_float16_loss_is_scaled_in_float32(seen):
+    assert seen["half loss"] == (math.inf, 131072.0)  # natively, then ours
+
+
 @each_stage
 @pytest.mark.parametrize("kind", ["bf16", "low bf16", "f16", "float32", "low option"])
 def test_a_tiny_gpt_trains(seen, stage, kind):
@@ -360,7 +364,7 @@ def test_the_loss_scale_is_saved_with_the_engine(seen, stage):
 
 
 def test_two_ranks_skip_and_scale_alike():
-    first, second = run_ranks(workers.two, 2, env=workers.ENV, timeout=150)
+    first, second = run_ranks(workers.two, 2, env=workers.ENV, timeout=240)
     assert first == second
     for stage in STAGES:
         scales, weight = first[stage]

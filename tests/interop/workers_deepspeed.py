@@ -372,6 +372,15 @@ def one(rank, world, port, configs, patterns, folder):
     out["low model native"] = name(low.linear.weight.dtype)
     engine.destroy()
     out["adam"] = adam_before_training(deepspeed)
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+
+    from precision_torch.deepspeed_scaler import PolicyLossScaler
+
+    half = torch.tensor(2.0, dtype=torch.float16)
+    out["half loss"] = (
+        float(LossScaler(65536.0).scale_loss(half)),
+        float(PolicyLossScaler(mixed.loss_scale).scale_loss(half)),
+    )
     from deepspeed.runtime import torch_autocast
 
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = True  # as after the engine above
