@@ -264,6 +264,11 @@ def _prepare(accelerator: Any, model: torch.nn.Module, optimizers: list[torch.op
         module.to(accelerator.device)
     if optimizers:
         accelerator.mp.prepare(module, optimizers, **accelerator._precision_options)
+        if accelerator.num_processes > 1 and any(attachments(optimizer).masters for optimizer in optimizers):
+            raise UnsupportedError(
+                "DDP cannot reduce the float32 gradients of low-precision parameters. Keep the parameters in float32 "
+                "(param_dtype, and rules that agree with it) when training with several processes."
+            )
     else:
         trained = [param for param in module.parameters() if param.requires_grad]
         for param in trained:

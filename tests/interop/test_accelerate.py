@@ -21,10 +21,12 @@ from precision.interop.accelerate import from_accelerate, to_accelerate
 from precision.interop.base import differing_fields
 from precision.interop.convert import write_text
 from precision.names import PRESETS
+from precision.testing import run_ranks
 from precision_torch.accelerate_arguments import accelerator_arguments
 from precision_torch.accelerate_check import effective_policy, require_same
 from precision_torch.accelerate_policy import PrecisionAccelerator, prepare_accelerator
 from precision_torch.accelerate_scaler import AcceleratorScaler
+from tests.interop import workers_accelerate as workers
 from tests.interop.strategies import any_policies
 from tests.interop.tiny import TinyGPT, flat, next_token_loss, tokens
 
@@ -432,6 +434,14 @@ def test_what_says_otherwise_is_refused():
     ours.backward(model(one(1)).sum())
     with pytest.raises(LossScaleError, match="closures"):
         optimizer.step(lambda: None)
+
+
+def test_two_processes_skip_and_scale_alike():
+    first, second = run_ranks(workers.work, 2, env=workers.ENV, timeout=150)
+    assert first == second
+    assert first["steps"] == [(False, 8.0, 0.625), (True, 4.0, 0.625), (False, 4.0, 0.25)]
+    assert "DDP reduces gradients in float32, but the policy says reduce_dtype float16" in first["reduce"]
+    assert "DDP cannot reduce the float32 gradients" in first["masters"]
 
 
 def test_a_bound_policy_does_too():
