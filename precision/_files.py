@@ -46,6 +46,8 @@ def read_text(path: str | PathLike[str]) -> str:
     """A file's text. Raises ``ConfigError`` if it cannot be read, is not UTF-8, or has more than ``MAX_BYTES`` bytes."""
     file = Path(path)
     try:
+        if file.exists() and not file.is_file():  # a pipe could keep us waiting
+            raise ConfigError(f"{file}: not a regular file.")
         with file.open("rb") as stream:
             content = stream.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
@@ -68,6 +70,7 @@ def parse(text: str, kind: str, source: str) -> Parsed:
         raise ConfigError(f"{source}: larger than {MAX_BYTES} bytes, which no config is.")
     try:
         if kind == "toml":
+            _bound_toml(text, source)
             values: Any = tomllib.loads(text)
             lines = _toml_lines(text)
         elif kind == "json":
@@ -87,10 +90,12 @@ def parse(text: str, kind: str, source: str) -> Parsed:
         raise ConfigError(f"{source}{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
     except RecursionError:
         _too_deep(source)
-    except (ValueError, OverflowError) as error:  # a number of thousands of digits, a date that is none
+    except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
+        # a number of thousands of digits, a date that is none; PyYAML's constructors fail in ways of their own (!!bool x)
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{source}: not valid {kind.upper()}: {error}") from None
+        told = str(error) if isinstance(error, (ValueError, ArithmeticError)) else "a value does not fit its type"
+        raise ConfigError(f"{source}: not valid {kind.upper()}: {told}") from None
     if values is None:
         values = {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
@@ -148,11 +153,26 @@ def _require_text(text: str, where: str) -> None:
 def _bound_json(text: str, source: str) -> None:
     """Refuse deep nesting before a recursive parser sees it."""
     depth = 0
-    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', text, re.DOTALL):
+    for token in re.finditer(
+        r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', text, re.DOTALL
+    ):  # a string without an end is passed once
         first = token[0][0]
         depth += (first in "[{") - (first in "]}")
         if depth > MAX_DEPTH:
             _too_deep(source)
+
+
+def _bound_toml(text: str, source: str) -> None:
+    """Refuse long dotted keys before tomllib sees them: it takes time with the square of their length."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.count(".") <= MAX_DEPTH:
+            continue
+        head, sign, _ = line.partition("=")
+        is_key = bool(sign) or line.lstrip().startswith("[")
+        if (is_key and head.count(".") > MAX_DEPTH) or line.count(".") > 4 * MAX_DEPTH:
+            raise ConfigError(
+                f"{source}:{number}: a key of more than {MAX_DEPTH} parts, or a line that could hold one."
+            )
 
 
 def _json_lines(text: str, source: str) -> dict[str, int]:
@@ -169,7 +189,8 @@ def _once(pairs: list[tuple[str, Any]], text: str, source: str) -> None:
     if len(set(names)) < len(names):
         with contextlib.suppress(yaml.YAMLError):
             _yaml_lines(text, source)  # tells the line
-        again = next(name for i, name in enumerate(names) if name in names[:i])
+        seen: set[str] = set()
+        again = next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ConfigError(f"{source}: {again}: given twice.", [(again, "given twice")])
 
 
@@ -182,6 +203,20 @@ class _Open:
         self.seen: set[str] = set()
         self.items = 0
         self.size = 1
+
+
+def _bound_number(event: Any, source: str) -> None:
+    """Refuse long numbers: PyYAML reads 1:1:1:1 in base 60, in time with the square of its length."""
+    if len(event.value) <= 100 or event.tag == "tag:yaml.org,2002:str":
+        return
+    tagged = event.tag is not None and event.tag != "!"
+    if tagged or (
+        event.implicit[0] and re.fullmatch(r"[-+\w:.]+", event.value) and event.value.lstrip("-+")[:1].isdigit()
+    ):
+        line = event.start_mark.line + 1
+        raise ConfigError(
+            f"{source}:{line}: a number (or a tagged value) of {len(event.value)} characters is no setting."
+        )
 
 
 def _yaml_lines(text: str, source: str) -> dict[str, int]:
@@ -208,15 +243,17 @@ def _yaml_lines(text: str, source: str) -> dict[str, int]:
             sizes[anchor] = size
         if stack:
             stack[-1].size += size
-        if size > MAX_VALUES:
+        if size > MAX_VALUES or (stack and stack[-1].size > MAX_VALUES):
             raise ConfigError(f"{source}: holds more than {MAX_VALUES} values, which no config does.")
 
     event: Any
     for event in yaml.parse(text, Loader=_Loader):
+        line = event.start_mark.line + 1
         wants_name = bool(stack) and stack[-1].mapping and stack[-1].name is None
         if isinstance(event, yaml.ScalarEvent):
+            _bound_number(event, source)
             if wants_name:
-                top, line = stack[-1], event.start_mark.line + 1
+                top = stack[-1]
                 key = f"{top.key}{event.value}"
                 if event.value in top.seen:
                     raise ConfigError(f"{source}:{line}: {key}: given twice.", [(key, "given twice")])
@@ -228,9 +265,7 @@ def _yaml_lines(text: str, source: str) -> dict[str, int]:
             end(1, event.anchor)
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor not in sizes:
-                raise ConfigError(
-                    f"{source}:{event.start_mark.line + 1}: *{event.anchor} refers to what it is part of."
-                )
+                raise ConfigError(f"{source}:{line}: *{event.anchor} refers to what it is part of.")
             if wants_name:
                 stack[-1].name = f"*{event.anchor}"
             else:
@@ -238,7 +273,7 @@ def _yaml_lines(text: str, source: str) -> dict[str, int]:
             end(sizes[event.anchor], None)
         elif isinstance(event, yaml.CollectionStartEvent):
             if wants_name:
-                raise ConfigError(f"{source}:{event.start_mark.line + 1}: a key must be text, not a list or a table.")
+                raise ConfigError(f"{source}:{line}: a key must be text, not a list or a table.")
             key = begin(event)
             stack.append(_Open(f"{key}." if key else "", isinstance(event, yaml.MappingStartEvent), event.anchor))
             if len(stack) > MAX_DEPTH:
@@ -249,24 +284,33 @@ def _yaml_lines(text: str, source: str) -> dict[str, int]:
     return lines
 
 
-_HEADER = re.compile(r"\s*(\[\[?)\s*([\w.\-\s\"']+?)\s*\]\]?\s*(#.*)?$")
-_ASSIGN = re.compile(r"\s*([\w.\-\"']+)\s*=")
-
-
 def _toml_lines(text: str) -> dict[str, int]:
     """The line of each key of a TOML file that is known to be valid (tomllib keeps no positions)."""
     lines: dict[str, int] = {}
     prefix, counts = "", dict[str, int]()
     for number, line in enumerate(text.splitlines(), 1):
-        if len(line) > 400:  # no header or key that a person wrote; the patterns below would take long
-            continue
-        if header := _HEADER.match(line):
-            name = re.sub(r"[\s\"']", "", header[2])
-            if header[1] == "[[":
+        stripped = line.strip()
+        if stripped.startswith("["):
+            body, closed, _ = stripped.lstrip("[").partition("]")
+            name = _bare(body)
+            if not closed or not name or len(name) > 400:  # an array's line, or no key that a person wrote
+                continue
+            if stripped.startswith("[["):
                 counts[name] = counts.get(name, -1) + 1
                 name = f"{name}.{counts[name]}"
             lines.setdefault(name, number)
             prefix = f"{name}."
-        elif assign := _ASSIGN.match(line):
-            lines.setdefault(prefix + re.sub(r"[\"']", "", assign[1]), number)
+        else:
+            key, sign, _ = stripped.partition("=")
+            name = _bare(key)
+            if sign and name and len(name) <= 400:
+                lines.setdefault(prefix + name, number)
     return lines
+
+
+_KEY = re.compile(r"[\w.\-\s\"']+")
+
+
+def _bare(key: str) -> str:
+    """A key without quotes and blanks; empty if it is none."""
+    return re.sub(r"[\s\"']", "", key) if _KEY.fullmatch(key) else ""

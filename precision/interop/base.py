@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -194,7 +195,10 @@ class Section:
     def __init__(self, values: Any, where: str) -> None:
         if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
             raise InteropError(f"{where} must be a table with names for keys, not {shown(values)}.")
-        self.rest: dict[str, Any] = copy.deepcopy(dict(values))
+        try:
+            self.rest: dict[str, Any] = copy.deepcopy(dict(values))
+        except RecursionError:
+            raise InteropError(f"{where} is nested too deeply for a config.") from None
         self.where = where
 
     def name(self, key: str) -> str:
@@ -215,16 +219,16 @@ class Section:
 
     def number(self, key: str, default: float | None = None) -> float | None:
         """Take out a finite number, as a float."""
-        value = self.take(key, default)
+        value: object = self.take(key, default)
         if value is default:
             return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
             raise InteropError(f"{self.name(key)} must be a finite number, not {shown(value)}.")
         return float(value)
 
     def whole(self, key: str, default: int | None = None, least: int = 0) -> int | None:
         """Take out a whole number of at least ``least`` and below 2**31."""
-        value = self.take(key, default)
+        value: object = self.take(key, default)
         if value is default:
             return default
         if isinstance(value, float) and value.is_integer():
@@ -235,10 +239,12 @@ class Section:
 
     def word(self, key: str, allowed: Iterable[str], default: str | None = None) -> str | None:
         """Take out one of some words."""
-        value = self.take(key, default)
+        value: object = self.take(key, default)
+        if value is default:
+            return default
         known = list(allowed)
-        if value is default or (isinstance(value, str) and value in known):
-            return value  # type: ignore[no-any-return]
+        if isinstance(value, str) and value in known:
+            return value
         raise InteropError(f"{self.name(key)} must be one of {', '.join(known)}, not {shown(value)}.")
 
     def section(self, key: str) -> Section | None:
@@ -267,5 +273,8 @@ def merged(base: Any, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def shown(value: Any) -> str:
     """A value for an error message, cut to a readable length."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, or endless nesting
+        return f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -26,6 +26,9 @@ FIELDS = (
     Field("registered_name", "", "null, for a class of Keras's own"),
 )
 
+MAX_RULES = 200
+"""Module rules that a map can have: the text of its keys grows with the square of their number."""
+
 _MAP = "DTypePolicyMap"
 _PLAIN = ("DTypePolicy", "FloatDTypePolicy", "Policy")  # the second and third are old names
 _QUANTIZED = (
@@ -71,7 +74,7 @@ def to_keras(policy: PrecisionPolicy, *, base: Any = None, strict: bool = False)
         strict: whether something lost is an error.
 
     Raises:
-        InteropError: ``strict`` and something is lost; ``base`` is no table.
+        InteropError: ``strict`` and something is lost; ``base`` is no table; more than ``MAX_RULES`` module rules.
 
     Example:
         >>> to_keras(PrecisionPolicy(compute_dtype="bfloat16")).config["config"]
@@ -110,15 +113,26 @@ def layer_patterns(policy: PrecisionPolicy) -> list[tuple[str, str]]:
         >>> layer_patterns(PrecisionPolicy(rules=[{"module": "head", "dtype": "float32"}]))
         [('(?:[^/]+/)?head(?:[./].*)?', 'float32')]
     """
+    if len(policy.module_rules) > MAX_RULES:
+        raise InteropError(
+            f"Keras cannot be given more than {MAX_RULES} module rules: each key rules out those before it."
+        )
     patterns: list[tuple[str, str]] = []
     earlier: list[str] = []
     for rule in policy.module_rules:
-        key = _PREFIX + _expression(str(rule.module)) + _SUFFIX
+        key = _own_key(rule)
         if key not in earlier:
-            lookahead = rf"(?!(?:{'|'.join(earlier)})\Z)" if earlier else ""
-            patterns.append((lookahead + key, rule.dtype))
+            patterns.append((_ruling_out(earlier) + key, rule.dtype))
             earlier.append(key)
     return patterns
+
+
+def _own_key(rule: Rule) -> str:
+    return _PREFIX + _expression(str(rule.module)) + _SUFFIX
+
+
+def _ruling_out(keys: list[str]) -> str:
+    return rf"(?!(?:{'|'.join(keys)})\Z)" if keys else ""
 
 
 _PREFIX, _SUFFIX = "(?:[^/]+/)?", "(?:[./].*)?"
@@ -262,17 +276,20 @@ def _read_map(config: Section, notes: list[str]) -> tuple[str, tuple[Rule, ...],
 
 def _split(table: Mapping[str, Any]) -> tuple[tuple[Rule, ...], dict[str, Any]]:
     """The keys of a map that are rules, and the others as they are."""
-    rules: tuple[Rule, ...] = ()
+    rules: list[Rule] = []
     kept: dict[str, Any] = {}
+    earlier: list[str] = []
     for key, value in table.items():
-        rule = _rule(key, value)
-        if rule is None or any(rule.module == other.module for other in rules):
+        rule = _rule(key, value) if len(rules) < MAX_RULES else None
+        own = None if rule is None else _own_key(rule)
+        if rule is None or own is None or own in earlier:
             kept[key] = value
-        elif _SUFFIX in key and layer_patterns(PrecisionPolicy(rules=(*rules, rule)))[-1][0] != key:
+        elif _SUFFIX in key and _ruling_out(earlier) + own != key:
             kept[key] = value  # rules out something else than the keys before it
         else:
-            rules = (*rules, rule)
-    return rules, kept
+            rules.append(rule)
+            earlier.append(own)
+    return tuple(rules), kept
 
 
 def _rule(key: str, value: Any) -> Rule | None:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
@@ -79,7 +80,7 @@ def test_names_and_jmp_strings_are_sources_too(command):
     assert command("convert", "fp16", "-t", "jmp")[0] == "params=float32,compute=float16,output=float32\n"
     assert json.loads(command("convert", "p=f32,c=bf16", "-t", "flax")[0])["dtype"] == "bfloat16"
     command("convert", "fp16", "-t", "jmp", "-o", "policy.txt")
-    assert open("policy.txt").read() == "params=float32,compute=float16,output=float32\n"
+    assert Path("policy.txt").read_text() == "params=float32,compute=float16,output=float32\n"
 
 
 def test_what_the_target_holds_besides_is_kept(command):
