@@ -198,7 +198,6 @@ def prepare_accelerator(
     return accelerator
 
 
-@functools.lru_cache(maxsize=32)
 def _mixed(kind: type) -> type:
     if issubclass(kind, _UnderPolicy):
         return kind
