@@ -1,6 +1,8 @@
 """Accelerate: its config both ways, and training through the real one; what it would do silently is shown first."""
 
 import copy
+import importlib
+import sys
 import warnings
 
 import pytest
@@ -15,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from precision import InteropError, PolicyError, PrecisionPolicy, Rule, UnsupportedError
-from precision.errors import LossScaleError, MasterWeightsError, PrecisionWarning
+from precision.errors import BackendUnavailableError, LossScaleError, MasterWeightsError, PrecisionWarning
 from precision.interop import convert, read
 from precision.interop.accelerate import from_accelerate, to_accelerate
 from precision.interop.base import differing_fields
@@ -434,6 +436,15 @@ def test_what_says_otherwise_is_refused():
     ours.backward(model(one(1)).sum())
     with pytest.raises(LossScaleError, match="closures"):
         optimizer.step(lambda: None)
+
+
+@pytest.mark.parametrize("module", ["accelerate_policy", "accelerate_arguments"])
+def test_without_the_package_it_says_what_to_install(module, monkeypatch):
+    for name in ("accelerate", "accelerate.utils"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, f"precision_torch.{module}")
+    with pytest.raises(BackendUnavailableError, match="pip install"):
+        importlib.import_module(f"precision_torch.{module}")
 
 
 def test_two_processes_skip_and_scale_alike():

@@ -1,8 +1,10 @@
 """Hugging Face's Trainer: its arguments both ways, and training through the real one; what it would do silently is shown first."""
 
+import importlib
 import itertools
 import json
 import os
+import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -21,7 +23,7 @@ from transformers import (
 )
 
 from precision import InteropError, PolicyError, PrecisionPolicy, Rule, UnsupportedError
-from precision.errors import MasterWeightsError, PrecisionWarning
+from precision.errors import BackendUnavailableError, MasterWeightsError, PrecisionWarning
 from precision.interop import convert, diff, read
 from precision.interop.convert import write_text
 from precision.names import PRESETS
@@ -341,3 +343,10 @@ def test_arguments_that_say_otherwise_are_refused(arguments):
         PrecisionTrainer(gpt2(), arguments(bf16=True), policy="fp16")
     with pytest.raises(PolicyError, match="takes a transformers.Trainer"):
         require_same("fp16", gpt2())
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "precision_torch.huggingface_trainer")
+    with pytest.raises(BackendUnavailableError, match="pip install"):
+        importlib.import_module("precision_torch.huggingface_trainer")
