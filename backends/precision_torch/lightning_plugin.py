@@ -12,30 +12,23 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
 import torch
 
-from precision.config import resolve_policy
 from precision.errors import (
     BackendUnavailableError,
     MasterWeightsError,
-    PolicyError,
     PrecisionWarning,
     UnsupportedError,
 )
-from precision.interop.lightning import nearest_string
 from precision.policy import PrecisionPolicy
-from precision.registry import bind
 from precision_torch.attachments import attach, attachments
-from precision_torch.bound import TorchPolicy
-from precision_torch.dtypes import LOW, TORCH
-from precision_torch.grad_scaler import PrecisionGradScaler
-from precision_torch.iterations import Iterations
-from precision_torch.skipped_state import SkippedState, Which
+from precision_torch.lightning_shared import LightningPlugin, to_cast, unwrapped
+from precision_torch.skipped_state import SkippedState
 
 try:
     from lightning.fabric.plugins.precision import Precision as _FabricPrecision
@@ -61,109 +54,7 @@ _OWN_PRECISION = (
 """Strategies that carry out the precision themselves, so that a plugin would not be asked."""
 
 
-class _Plugin:
-    """What both plugins share: the policy, bound once the device is known; the scaler; and its state."""
-
-    def __init__(
-        self,
-        policy: PrecisionPolicy | str | PathLike[str],
-        *,
-        device: torch.device | str | None = None,
-        master_weights: bool | None = None,
-        restore_on_skip: Which = "batch_norm",
-    ) -> None:
-        self.policy = resolve_policy(policy)
-        self.precision: Any = nearest_string(self.policy)
-        self.master_weights = master_weights
-        self.restore_on_skip = restore_on_skip
-        self._device = device
-        self._mp: TorchPolicy | None = None
-        self._iterations: Iterations | None = None
-        self._loaded: Mapping[str, Any] | None = None
-        if device is not None:
-            self.bind(device)
-
-    def bind(self, device: torch.device | str) -> TorchPolicy:
-        """The policy bound to a device; Lightning's is taken where none was given.
-
-        Raises:
-            UnsupportedError: the device cannot do what the policy asks.
-        """
-        where = torch.device(self._device if self._device is not None else device)
-        if self._mp is None or self._mp.device.type != where.type:
-            state = {} if self._iterations is None else self.state_dict()
-            bound: TorchPolicy = bind(self.policy, "torch", device=where)  # type: ignore[assignment]
-            self._mp, self._iterations = bound, Iterations(bound.grad_scaler())
-            if saved := self._loaded or state:
-                self._loaded = None
-                self._iterations.scaler.load_state_dict(saved)
-        return self._mp
-
-    @property
-    def mp(self) -> TorchPolicy:
-        """The bound policy. Raises ``PolicyError`` before Lightning has set up the model."""
-        if self._mp is None:
-            raise PolicyError(
-                "the plugin is bound when Lightning sets up the model; give it device= to have it before."
-            )
-        return self._mp
-
-    @property
-    def iterations(self) -> Iterations:
-        """What steps the optimizers."""
-        if self._iterations is None:
-            raise PolicyError(
-                "the plugin is bound when Lightning sets up the model; give it device= to have it before."
-            )
-        return self._iterations
-
-    @property
-    def scaler(self) -> PrecisionGradScaler:
-        """The scaler; its ``state`` has the scale and the counters."""
-        return self.iterations.scaler
-
-    def main_params(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-        """The parameters that the optimizer updates, with their gradients: float32 masters where there are any."""
-        native = _native(optimizer)
-        masters = attachments(native).masters
-        if masters is not None:
-            masters.pull()
-        for group in native.param_groups:
-            yield from group["params"]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loss scale's state: plain numbers, the same as every backend's. Empty without loss scaling."""
-        if self._iterations is None:
-            return dict(self._loaded or {})
-        self._iterations.settle()
-        return self.scaler.state_dict() if self.scaler.is_enabled() else {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave, or the state of a native ``GradScaler``.
-
-        Raises:
-            StateError: not a loss-scale state.
-        """
-        if self._iterations is None:
-            self._loaded = dict(state_dict)
-        elif state_dict or self.scaler.is_enabled():
-            self._iterations.pending = False
-            self.scaler.load_state_dict(state_dict)
-
-    def teardown(self) -> None:
-        """Do an update that is due."""
-        if self._iterations is not None:
-            self._iterations.settle()
-
-    def _require_no_closure(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.policy.loss_scale.mode != "none" and isinstance(_native(optimizer), torch.optim.LBFGS):
-            raise UnsupportedError(
-                "LBFGS computes the loss several times a step, which cannot be skipped as one. Use bfloat16 with "
-                "loss_scale.mode 'none', or another optimizer."
-            )
-
-
-class PrecisionPlugin(_Plugin, _TrainerPrecision):
+class PrecisionPlugin(LightningPlugin, _TrainerPrecision):
     """A precision plugin for a Lightning ``Trainer`` that follows a policy.
 
     It prepares model and optimizers when Lightning has made them (:meth:`TorchPolicy.prepare`), runs the steps under
@@ -201,9 +92,9 @@ class PrecisionPlugin(_Plugin, _TrainerPrecision):
         mp = self.bind(strategy.root_device)
         if wrapped:
             _require_no_casts(self.policy, module)
-        natives = [_native(optimizer) for optimizer in optimizers]
+        natives = [unwrapped(optimizer) for optimizer in optimizers]
         for optimizer in natives:
-            self._require_no_closure(optimizer)
+            self.require_no_closure(optimizer)
         fitting = natives if module.trainer.training else []
         if fitting or not _prepared(self, module):
             mp.prepare(
@@ -229,19 +120,19 @@ class PrecisionPlugin(_Plugin, _TrainerPrecision):
         """
         if not self.scaler.is_enabled():
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        native = _native(optimizer)
+        inner = unwrapped(optimizer)
         result = closure()
         if result is None and model.automatic_optimization:  # training_step returned None: there was no backward
             self._after_closure(model, optimizer)
             return result
-        self.iterations.unscale(native)
+        self.iterations.unscale(inner)
         self._after_closure(model, optimizer)
-        return self.iterations.step(native, whole=model.automatic_optimization, **kwargs).value
+        return self.iterations.step(inner, whole=model.automatic_optimization, **kwargs).value
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """Clip gradients, unscaled ones: in manual optimization too, and with fused optimizers."""
         if clip_val > 0:
-            self.iterations.unscale(_native(optimizer))
+            self.iterations.unscale(unwrapped(optimizer))
         super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     @contextmanager
@@ -267,7 +158,7 @@ class PrecisionPlugin(_Plugin, _TrainerPrecision):
             )
 
 
-class FabricPrecisionPlugin(_Plugin, _FabricPrecision):
+class FabricPrecisionPlugin(LightningPlugin, _FabricPrecision):
     """A precision plugin for Lightning's ``Fabric`` that follows a policy.
 
     Rules are in force from the model's first forward on. Optimizers are met when they step, so low-precision parameters with
@@ -306,7 +197,7 @@ class FabricPrecisionPlugin(_Plugin, _FabricPrecision):
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Note the module; it is prepared at its first forward, when it is where it will run."""
         if not any(known() is module for known in self._done):
-            if low := _to_cast(self.policy, module, trained=True):
+            if low := to_cast(self.policy, module, trained=True):
                 raise MasterWeightsError(
                     f"{len(low)} trainable parameters would be low precision ({', '.join(low[:5])}): call "
                     "plugin.prepare(model, optimizer) before fabric.setup, with master_weights=True."
@@ -335,16 +226,16 @@ class FabricPrecisionPlugin(_Plugin, _FabricPrecision):
 
     def _meet(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Guard what an optimizer's skipped steps would leave behind, the first time it is seen."""
-        native = _native(optimizer)
-        self._require_no_closure(native)
-        held = {id(param) for group in native.param_groups for param in group["params"]}
+        inner = unwrapped(optimizer)
+        self.require_no_closure(inner)
+        held = {id(param) for group in inner.param_groups for param in group["params"]}
         for known, guard in self._guards:
             module = known()
-            if module is None or any(old.model() is module for old in attachments(native).guards):
+            if module is None or any(old.model() is module for old in attachments(inner).guards):
                 continue
             if any(id(param) in held for param in module.parameters()):
-                attach(native).guards.append(guard)
-        return native
+                attach(inner).guards.append(guard)
+        return inner
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> None:
         """Do an update that is due: a new backward begins."""
@@ -364,20 +255,13 @@ class FabricPrecisionPlugin(_Plugin, _FabricPrecision):
         Returns:
             What the closure returned, or else the optimizer's ``step``; None if it was skipped.
         """
-        native = _native(optimizer)
-        self._require_no_closure(native)
+        inner = unwrapped(optimizer)
+        self.require_no_closure(inner)
         if self.policy.loss_scale.mode == "none":
-            return super().optimizer_step(native, **kwargs, **({} if closure is None else {"closure": closure}))
+            return super().optimizer_step(inner, **kwargs, **({} if closure is None else {"closure": closure}))
         loss = None if closure is None else closure()
-        result = self.iterations.step(self._meet(native), **kwargs)
+        result = self.iterations.step(self._meet(inner), **kwargs)
         return result.value if closure is None else loss
-
-
-def _native(optimizer: Any) -> Any:
-    """The torch optimizer in one that Lightning or we have wrapped."""
-    for name in ("_precision_inner", "_optimizer"):
-        optimizer = getattr(optimizer, name, optimizer)
-    return optimizer
 
 
 def _prepared(plugin: PrecisionPlugin, module: torch.nn.Module) -> bool:
@@ -385,22 +269,8 @@ def _prepared(plugin: PrecisionPlugin, module: torch.nn.Module) -> bool:
     return known is not None and known() is module
 
 
-def _to_cast(policy: PrecisionPolicy, module: torch.nn.Module, *, trained: bool = False) -> list[str]:
-    """The parameters that preparing would cast; only those that are trained and become low, if asked."""
-    found = []
-    for name, param in module.named_parameters():
-        rule = policy.rule_for(name)
-        low = None if policy.param_dtype == "float32" else TORCH[policy.param_dtype]
-        dtype = low if rule is None else TORCH[rule.dtype]
-        if dtype is None or not param.is_floating_point():
-            continue
-        if (param.requires_grad and dtype in LOW) if trained else param.dtype is not dtype:
-            found.append(name)
-    return found
-
-
 def _require_no_casts(policy: PrecisionPolicy, module: torch.nn.Module) -> None:
-    if found := _to_cast(policy, module):
+    if found := to_cast(policy, module):
         raise UnsupportedError(
             f"DDP has taken the parameters in before they could be cast ({', '.join(found[:5])}). Cast the model when it is "
             "made, or keep parameters in float32 (param_dtype, and rules that agree with it)."

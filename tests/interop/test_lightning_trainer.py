@@ -350,3 +350,24 @@ def test_validation_and_prediction_run_under_the_policy():
     trainer.validate(lit, loader, verbose=False)
     out = trainer.predict(lit, loader)
     assert dtypes == [torch.float16] * 2 and {o.dtype for o in out} == {torch.float32}  # results leave in output_dtype
+
+
+def test_under_ddp_it_is_the_same_and_a_cast_that_comes_too_late_is_refused():
+    lit, same = Lit(TinyGPT()), Lit(TinyGPT())
+    policy = HALF.with_(rules=[{"module": "**.head", "dtype": "float32"}])
+    try:
+        fit(lit, tokens(3), PrecisionPlugin(policy), strategy="ddp", devices=1, use_distributed_sampler=False)
+        with pytest.raises(UnsupportedError, match=r"DDP has taken the parameters in.*module.head.weight"):
+            low = PrecisionPlugin(HALF.with_(rules=[{"module": "**.head", "dtype": "bfloat16"}]), master_weights=True)
+            fit(Lit(TinyGPT()), tokens(1), low, strategy="ddp", devices=1, use_distributed_sampler=False)
+    finally:
+        torch.distributed.destroy_process_group()
+    fit(same, tokens(3), PrecisionPlugin(policy))
+    assert torch.equal(flat(lit.module), flat(same.module)) and not torch.equal(flat(lit.module), flat(TinyGPT()))
+
+
+def test_a_device_that_is_not_lightnings_is_refused():
+    lit = Lit(TinyGPT())
+    with pytest.raises(UnsupportedError):
+        fit(lit, tokens(1), PrecisionPlugin(HALF, device="meta"))
+    assert PrecisionPlugin(HALF, device="cpu").scaler.get_scale() == 2.0**14

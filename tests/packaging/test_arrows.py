@@ -81,7 +81,7 @@ BY_NAME = {
     "precision/registry.py": "backends, from its table and entry points",
     "precision/interop/targets.py": "files of precision.interop, from its table",
     "precision/testing/ranks.py": "the user's own function, in the process that runs it",
-    "precision/testing/conformance/conftest.py": "the backend under test, from the command line",
+    "precision/testing/conformance/conftest.py": "the backend under test, named by who runs the kit",
 }
 
 
