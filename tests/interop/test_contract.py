@@ -123,7 +123,12 @@ def test_its_files_read_back(target, preset, tmp_path):
 
 
 ODD = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["auto", "bf16", "no"]),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["auto", "bf16", "no"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=6,
 )
@@ -138,7 +143,9 @@ def test_a_value_of_any_kind_at_any_key_is_read_or_is_our_error(target, data):
         for _ in range(data.draw(st.integers(1, 3))):
             part = config
             while isinstance(part, dict) and part:
-                key = data.draw(st.sampled_from(sorted(part)) | st.sampled_from([f.theirs.split(".")[-1] for f in target.fields]))
+                key = data.draw(
+                    st.sampled_from(sorted(part)) | st.sampled_from([f.theirs.split(".")[-1] for f in target.fields])
+                )
                 if not isinstance(part.get(key), dict) or data.draw(st.booleans()):
                     part[key] = data.draw(ODD)
                     break
