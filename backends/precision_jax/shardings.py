@@ -33,3 +33,24 @@ def state_shardings(opt: optax.GradientTransformation, params: Any) -> Any:
         return everywhere
 
     return jax.tree_util.tree_map_with_path(sharding_of, jax.eval_shape(opt.init, params))
+
+
+def beside(params: Any, state: Any) -> Any:
+    """A state made of parameters on a mesh, with its scalars on that mesh, too: a first step is then like every other.
+
+    Left alone, they would be on no mesh before the first step and on all of it after, and the step be traced twice. Inside ``jit``
+    the state is as it is (``out_shardings`` says where it goes).
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return state
+    meshes = [leaf.sharding.mesh for leaf in leaves if isinstance(leaf.sharding, NamedSharding)]
+    if not meshes:
+        return state
+    everywhere = NamedSharding(meshes[0], PartitionSpec())
+
+    def placed(leaf: Any) -> Any:
+        free = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and not leaf.committed
+        return jax.device_put(leaf, everywhere) if free else leaf
+
+    return jax.tree.map(placed, state)

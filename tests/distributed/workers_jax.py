@@ -563,7 +563,7 @@ def the_states_shardings_are_the_parameters():
                 assert leaf.sharding.spec == known.get(leaf.shape, P()), leaf.shape
                 sharded += leaf.shape in known
             counts.append(sharded)
-        assert counts == [4, 4, 3, 0], "mu, nu; the momentum and the accumulator; those of each group; what is factored is not"
+        assert counts == [4, 4, 4, 0], "mu, nu; the momentum and the accumulator; those of each group; what is factored is not"
         # From shapes alone, without any array.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         assert mp.state_shardings(opt, shapes) == shardings
