@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from precision.policy import PrecisionPolicy
 from precision_torch import fsdp, regions
 from precision_torch.agreement import Group, groups_of_optimizer, require_group
 from precision_torch.attachments import attachments
+from precision_torch.checkpoints import Checkpoints
 from precision_torch.clipping import clip, require_clip
 from precision_torch.comm_hooks import register_comm_hook
 from precision_torch.dtypes import TORCH, cast, torch_dtype
@@ -264,6 +266,21 @@ class TorchPolicy(BoundPolicy):
             groups = groups_of_optimizer(native, self.process_group)
             found += nonfinite_tensors(named_gradients([native]), groups)
         return found
+
+    def checkpoints(
+        self, directory: str | os.PathLike[str], keep: int | None = None, *, process_group: Any = None
+    ) -> Checkpoints:
+        """Checkpoints of a run in a folder: whole after a kill at any moment, and for any number of ranks.
+
+        Args:
+            directory: a folder that all ranks see; made when the first checkpoint is saved.
+            keep: how many complete checkpoints to keep; None keeps all.
+            process_group: the ranks that save together; None for all.
+
+        Returns:
+            A :class:`Checkpoints`: ``save(step, model, optimizer, extra=...)``, ``restore(model, optimizer)``, ``steps()``.
+        """
+        return Checkpoints(self, directory, keep, process_group)
 
     def grad_scaler(self, *, process_group: Group = None) -> PrecisionGradScaler:
         """A new ``torch.amp.GradScaler`` that follows the policy's loss scale; disabled with mode ``none``.
