@@ -340,6 +340,7 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             raise LossScaleError(f"{len(grads)} gradients were given for {len(variables)} variables.")
         return variables
 
+    @plain
     def _take(self, grads: list[Any], variables: list[Any]) -> None:
         if self.clipnorm or self.global_clipnorm or self.clipvalue:
             grads = self._clip_gradients(grads)
