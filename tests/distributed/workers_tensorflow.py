@@ -212,7 +212,7 @@ def check_cadence(two, three, folder):
     try:
         Loop(two, lambda: keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)).run([1.0, 1.0])
         out["native"] = ""
-    except Exception as error:  # noqa: BLE001 - Keras's is a RuntimeError, wrapped by AutoGraph
+    except Exception as error:
         out["native"] = str(error)
     return out
 
@@ -323,7 +323,7 @@ def check_refusals(two, three, folder):
         try:
             act()
             out[name] = None
-        except Exception as error:  # noqa: BLE001 - told to the test
+        except Exception as error:
             out[name] = (type(error).__name__, str(error))
 
     outside = bind().optimizer(keras.optimizers.SGD(1.0))
@@ -516,7 +516,7 @@ def mirrored(rank, world, port, folder, names=tuple(CHECKS)):
         begin = time.monotonic()
         try:
             out[name] = CHECKS[name](two, three, f"{folder}/{name}")
-        except Exception:  # noqa: BLE001 - each test tells of its own check
+        except Exception:
             out[name] = traceback.format_exc()
         print(f"{name}: {time.monotonic() - begin:.1f} s", flush=True)
     return out
@@ -685,7 +685,7 @@ def _in_child(work):
         try:
             work()
             code = 0
-        except BaseException:  # noqa: BLE001 - the child must not return into the test
+        except BaseException:
             traceback.print_exc()
         finally:
             os._exit(code)
