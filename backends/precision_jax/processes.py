@@ -9,13 +9,23 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from precision.errors import CheckpointError
+
 
 def gathered(value: Any) -> np.ndarray[Any, Any]:
-    """A small NumPy value of every process, by process; all call it together."""
+    """A small NumPy value of every process, by process; all call it together.
+
+    Raises:
+        CheckpointError: one of them is gone.
+    """
     value = np.asarray(value)
     if jax.process_count() == 1:
         return value[None]
-    return np.asarray(multihost_utils.process_allgather(value)).reshape(jax.process_count(), *value.shape)
+    try:
+        rows = multihost_utils.process_allgather(value)
+    except jax.errors.JaxRuntimeError as error:
+        raise CheckpointError(f"another process has ended, or cannot be reached: {str(error).splitlines()[0]}") from error
+    return np.asarray(rows).reshape(jax.process_count(), *value.shape)
 
 
 def all_well(well: bool) -> bool:

@@ -42,15 +42,19 @@ def beside(params: Any, state: Any) -> Any:
     the state is as it is (``out_shardings`` says where it goes).
     """
     leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in (*leaves, *jax.tree.leaves(state))):
         return state
     meshes = [leaf.sharding.mesh for leaf in leaves if isinstance(leaf.sharding, NamedSharding)]
     if not meshes:
         return state
     everywhere = NamedSharding(meshes[0], PartitionSpec())
-
-    def placed(leaf: Any) -> Any:
-        free = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and not leaf.committed
-        return jax.device_put(leaf, everywhere) if free else leaf
-
-    return jax.tree.map(placed, state)
+    leaves, structure = jax.tree.flatten(state)
+    free = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not x.committed]
+    values = [leaves[i] for i in free]
+    if everywhere.is_fully_addressable:
+        values = jax.device_put(values, everywhere)
+    else:  # over several processes only a compiled function puts what each of them has
+        values = jax.jit(lambda x: x, out_shardings=everywhere)(values)
+    for i, value in zip(free, values, strict=True):
+        leaves[i] = value
+    return structure.unflatten(leaves)

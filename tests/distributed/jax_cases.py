@@ -26,7 +26,7 @@ class Cases(dict):
                 outcomes[name] = None
             except Exception:
                 outcomes[name] = traceback.format_exc()
-            print(f'{time.perf_counter() - start:6.2f} s {name}', flush=True)
+            print(f"{time.perf_counter() - start:6.2f} s {name}", flush=True)
         return outcomes
 
 

@@ -12,7 +12,6 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import precision
@@ -88,7 +87,10 @@ def a_state_moves_between_meshes(folder):
         "four": (mesh_of(), {"w": P("data"), "b": P()}),
         "two by two": (mesh_of((2, 2), ("data", "model")), {"w": P("data", "model"), "b": P("model")}),
         "explicit": (mesh_of((4,), ("x",), EXPLICIT), {"w": P(None, "x"), "b": P("x")}),
-        "two": (jax.make_mesh((2,), ("data",), axis_types=(AUTO,), devices=jax.devices()[2:]), {"w": P("data"), "b": P()}),
+        "two": (
+            jax.make_mesh((2,), ("data",), axis_types=(AUTO,), devices=jax.devices()[2:]),
+            {"w": P("data"), "b": P()},
+        ),
     }
 
     def start(name):
@@ -229,7 +231,9 @@ def a_failed_save_loses_nothing_and_the_state_lives_on(folder):
 
     ocp.PyTreeCheckpointHandler.save = full
     try:
-        with pytest.raises(CheckpointError, match="step 2 was not written: OSError: No space left.*Those before are as they were"):
+        with pytest.raises(
+            CheckpointError, match="step 2 was not written: OSError: No space left.*Those before are as they were"
+        ):
             saves.save(2, state)
     finally:
         ocp.PyTreeCheckpointHandler.save = handler
@@ -252,7 +256,9 @@ def damaged_and_foreign_checkpoints_are_errors(folder):
             file.unlink()
             if damage is not None:
                 file.write_bytes(damage)
-            with pytest.raises(CheckpointError, match=r"not a whole checkpoint|not of the format|cannot be read|damaged"):
+            with pytest.raises(
+                CheckpointError, match=r"not a whole checkpoint|not of the format|cannot be read|damaged"
+            ):
                 saves.restore(state)
         file.write_bytes(whole)
     same(saves.restore(state).state, state)
@@ -316,9 +322,9 @@ def a_resumed_run_is_the_run_bit_for_bit(folder):
         params, opt_state, key = state
         key, use = jax.random.split(key)
         x = jax.random.normal(use, (4, 3))
-        _, grads = mp.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]).astype(jnp.float32) ** 2) * factor, cast_argnums=(0, 1))(
-            params, x, loss_scale=opt_state.loss_scale
-        )
+        _, grads = mp.value_and_grad(
+            lambda p, x: jnp.mean((x @ p["w"]).astype(jnp.float32) ** 2) * factor, cast_argnums=(0, 1)
+        )(params, x, loss_scale=opt_state.loss_scale)
         updates, opt_state = opt.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, key
 

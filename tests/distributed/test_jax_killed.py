@@ -1,0 +1,48 @@
+"""JAX runs killed by SIGKILL, between and during saves, end with the bits of a run that nobody killed."""
+
+import os
+
+import pytest
+
+from precision.testing import run_ranks
+from tests.distributed import workers_jax_killed
+
+ENV = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+MORE = int(os.environ.get("PRECISION_KILLS", "0"))  # for the figures: that many times as many starts
+
+PLANS = [
+    {"seed": 0, "kills": 3},
+    {
+        "seed": 1,
+        "kills": 4,
+        "operations": [2, 9, 20, 40],
+    },  # from the first file of a save to the deletion of an old one
+    {"seed": 2, "kills": 2, "operations": [6], "processes": 2},
+]
+PLANS += [{"seed": 3 + i, "kills": 10, "processes": 1 + i % 2} for i in range(MORE)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("killed"))
+    return run_ranks(workers_jax_killed.killed_runs, 1, (folder, PLANS), env=ENV, timeout=240 + 60 * MORE)[0]
+
+
+@pytest.mark.parametrize("plan", range(len(PLANS)))
+def test_a_killed_run_ends_as_one_that_was_not(plan, runs):
+    """Weights, masters, moments, keys and loss scale; no step that was saved is done twice."""
+    run = runs["killed"][plan]
+    assert run["end"] == runs[PLANS[plan].get("processes", 1)]
+    assert run["killed"] == PLANS[plan]["kills"]
+    assert run["lost"] == 0
+
+
+def test_some_were_killed_in_the_middle_of_a_save(runs):
+    assert sum(run["within"] for run in runs["killed"]) >= 3
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_another_number_of_processes_reads_it(number, runs):
+    assert runs["moved"][number] == runs[number]
+    digest, skipped, scale = runs[number][0].split()
+    assert (len(digest), skipped, scale) == (64, "3", "8.0")
