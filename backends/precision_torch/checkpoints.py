@@ -311,7 +311,7 @@ def _metadata(reader: Any, folder: Any) -> dict[str, tuple[tuple[int, ...], torc
     try:
         entries = reader.read_metadata().state_dict_metadata
         return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}
-    except Exception as error:  # noqa: BLE001 - the format is another library's: whatever it raises, the file is no good
+    except Exception as error:  # the format is another library's
         raise CheckpointError(
             f"{folder} does not hold a checkpoint of torch.distributed.checkpoint: {error}."
         ) from error

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from precision import CheckpointStore
 from precision.testing import Fault, FaultPlan
-from tests.distributed.forked_torch import fork_ranks
+from precision_torch.forks import fork_ranks
 from tests.distributed.workers_torch import engine, everything, train_on
 
 STEPS, EVERY = 10, 2

@@ -145,6 +145,12 @@ def test_a_mean_that_overflows_in_float16_is_seen(two):
     assert two["reduce_dtypes"]["float16, too large"] == [(1, math.inf, False, 2.0**16)] * 2
 
 
+def test_native_float16_hook_overflows_a_mean_that_float16_has(two):
+    got = two["reduce_dtypes"]
+    assert got["mean in float16, native"] == [math.inf] * 2  # narrowed, then divided
+    assert got["mean in float16, ours"] == [49152.0] * 2  # divided, then narrowed
+
+
 def test_communication_hooks_that_cannot_be(two):
     got = two["reduce_dtypes"]
     assert "has a communication hook already" in got["own hook"]

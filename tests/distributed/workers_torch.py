@@ -401,6 +401,16 @@ def reduce_dtypes(rank: int, world: int) -> dict[str, Any]:
             reduced = model.weight.grad.item()
             result = mp.step(optimizer)
             out[f"{dtype}, {what}"] = gathered((hooks, reduced, result.taken, mp.scaler.get_scale()))
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    for name in ("native", "ours"):  # one rank's gradient is beyond float16, their mean is not
+        ddp = DDP(nn.Linear(1, 1, bias=False))
+        if name == "native":
+            ddp.register_comm_hook(None, fp16_compress_hook)
+        else:
+            bind(reduce_dtype="float16").register_comm_hook(ddp)
+        ddp(torch.full((1, 1), 98304.0 if rank else 0.0)).sum().backward()
+        out[f"mean in float16, {name}"] = gathered(ddp.module.weight.grad.item())
     mp = bind(reduce_dtype="bfloat16")
     own = DDP(nn.Linear(1, 1))
     own.register_comm_hook(None, lambda state, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future())
@@ -484,7 +494,8 @@ def diverging(rank: int, world: int) -> dict[str, Any]:
         mp = bind(2.0**10, max_consecutive_skips=3)
         if what == "ddp":
             model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1, bias=False))
-            call, optimizer = mp.prepare(DDP(model), torch.optim.SGD(model.parameters(), lr=0.5))
+            ddp = DDP(model)  # kept: the agreement is over its group
+            ddp, optimizer = mp.prepare(ddp, torch.optim.SGD(model.parameters(), lr=0.5))
             params = list(model.parameters())
         else:
             shards = [("a", nn.Parameter(torch.ones(2))), ("b", nn.Parameter(torch.ones(3)))]
