@@ -1,7 +1,10 @@
 """JAX in two processes on loopback addresses: what ``workers_jax_processes.py`` checks in both."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import precision
 from precision.testing import run_ranks
 from tests.distributed import workers_jax_processes
 
@@ -15,6 +18,8 @@ ENV = {
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("processes"))
+    one = precision.bind("float32", backend="jax").checkpoints(f"{folder}/one")
+    one.save(5, {"w": jnp.arange(8.0), "key": jax.random.key(3)})
     return run_ranks(workers_jax_processes.run_cases, 2, (folder,), env=ENV, timeout=150)
 
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import precision
 from precision import LossScale, NonFiniteGradientsError, PolicyError, PrecisionPolicy, UnsupportedError
+from precision.testing import FaultPlan
 from precision_jax import all_finite
 from tests.distributed.jax_cases import Cases, replicas_of
 
@@ -91,6 +92,38 @@ def shards_of_other_parameters_agree_over_all_axes():
             assert replicas_of(after.loss_scale.scale) == [8.0 if bad is None else 4.0] * 4
             assert bool((new == w).all()) == (bad is not None)
             assert int(after.inner_state[0].count) == (bad is None)
+
+
+@case
+def a_thousand_random_patterns_on_four_shards():
+    """Each device's own parameters overflow or not; state and weights of each after every step against the rule's."""
+    steps, count = 12, 1000
+    plans = [FaultPlan.random(seed, steps, 4, rate=0.02 + seed % 10 / 100) for seed in range(count)]
+    factors = np.stack([plan.factors(steps, 4) for plan in plans])
+    mp = bind()
+    opt = mp.optimizer(optax.sgd(1.0))
+
+    def run(slopes, factors):
+        def step(carry, factor):
+            w, state = carry
+            grad = mp.value_and_grad(lambda w: (w * slopes * factor).sum())
+            _, grads = grad(w, loss_scale=state.loss_scale)
+            updates, state = opt.update(grads, state, w)
+            w = optax.apply_updates(w, updates)
+            return (w, state), (jnp.stack([field.astype(jnp.float32) for field in state.loss_scale])[None], w)
+
+        return lax.map(lambda each: lax.scan(step, (slopes * 0, opt.init(slopes)), each)[1], factors)
+
+    want = np.float32(
+        [[list(state.values())[1:] for state in plan.trajectory(mp.policy.loss_scale, steps)] for plan in plans]
+    )
+    taken = np.cumsum([plan.finite(steps) for plan in plans], axis=1)
+    args = put(mesh_of(), P("data"), np.float32([1, 2, 3, 4])), put(mesh_of(), P(None, None, "data"), factors)
+    for check in (True, False):
+        specs = (P("data"), P(None, None, "data"))
+        states, weights = shard_map(run, mesh_of(), specs, P(None, None, "data"), check)(*args)
+        np.testing.assert_array_equal(states, np.repeat(want[:, :, None], 4, axis=2))
+        np.testing.assert_array_equal(weights, -taken[:, :, None] * np.float32([1, 2, 3, 4]))
 
 
 @case

@@ -189,3 +189,17 @@ def checkpoints_of_both(folder):
     with pytest.raises(CheckpointError, match="do not all see the same"):
         saves.restore(blank, step=(1, 4)[rank])
     assert saves.steps() == [1, 4]
+
+
+@case
+def what_one_process_saved_comes_to_both(folder):
+    saves = precision.bind(POLICY, backend="jax").checkpoints(f"{folder}/one")
+    grid, rank = mesh(), jax.process_index()
+    shapes = {
+        "w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(grid, P("data"))),
+        "key": jax.random.key(0),
+    }
+    step, got, _ = saves.restore(shapes)
+    assert step == 5
+    assert [p.tolist() for p in replicas_of(got["w"])] == [[4.0 * rank, 4.0 * rank + 1], [4.0 * rank + 2, 4.0 * rank + 3]]
+    assert jax.random.key_data(got["key"]).tolist() == jax.random.key_data(jax.random.key(3)).tolist()
