@@ -347,7 +347,7 @@ class TorchPolicy(BoundPolicy):
             if norm is None and value is None and isinstance(optimizer, ScaledOptimizer):
                 norm, value = optimizer.clip_norm, optimizer.clip_value
             if norm is not None or value is not None:
-                if len(optimizers) == 1:
+                if len(optimizers) == 1 or not scaler.is_unscaled(optimizer):
                     scaler.unscale_(optimizer)
                 clip(getattr(optimizer, "_precision_inner", optimizer), norm, value, scaler._flag(optimizer))
         results = [scaler.step(optimizer) for optimizer in optimizers]

@@ -187,7 +187,9 @@ class OptimizerState:
     def _template(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         kind, _, rest = name.partition("/")
         if kind == "group":
-            return torch.empty(shape, dtype=dtype)
+            place, _, key = rest.partition("/")
+            own = self.optimizer.param_groups[int(place)].get(key)
+            return torch.empty(shape, dtype=dtype, device=own.device if isinstance(own, torch.Tensor) else "cpu")
         param_name = rest.rpartition("/")[0] if kind == "state" else rest
         param = self.params.get(param_name)
         if param is None:

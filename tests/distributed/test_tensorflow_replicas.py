@@ -37,12 +37,12 @@ def test_fit_skips_what_the_last_replica_overflows_and_keras_puts_it_into_every_
     )  # all trained; the first replica's statistics are well
     for name, replicas in (("ours", 2), ("synchronized", 3)):
         ours = found[name]
-        assert ours["unchanged"] and ours["alike"] and ours["finite"], name
-        assert len(ours["state"]) == replicas
-        assert all(tuple(map(float, state)) == (0, 512, 0, 1, 1) for state in ours["state"])
-        assert ours["then"] == {
-            "version": 1, "scale": 512.0, "good_steps": 4, "hysteresis_left": 0, "skipped": 1, "consecutive_skips": 0,
+        assert ours["alike"] and ours["finite"] and ours["went on"] and ours["unchanged"], name
+        assert ours["state"] == {
+            "version": 1, "scale": 512.0, "good_steps": 3, "hysteresis_left": 0, "skipped": 1, "consecutive_skips": 0,
         }  # fmt: skip
+        assert len(ours["replicas"]) == replicas
+        assert all(tuple(map(float, state)) == (0, 256, 0, 2, 1) for state in ours["replicas"])
     assert found["ours"]["statistics differ by replica"] == [True, True]  # and each was restored to its own
     assert found["synchronized"]["statistics differ by replica"] == [False, False]
 
@@ -93,9 +93,9 @@ def test_rows_of_an_embedding_are_gathered_and_checked(mirrored):
     assert equal(tables, [[-1, -1], [-3, -3], [-2, -2], [0, 0]])
 
 
-def test_a_last_batch_that_leaves_a_replica_empty_trains_as_one_device_does(mirrored):
-    close, skipped = check(mirrored, "uneven")
-    assert all(close) and skipped == 0
+def test_a_last_batch_that_leaves_a_replica_empty_trains_as_keras_does(mirrored):
+    equal_weights, skipped = check(mirrored, "uneven")
+    assert equal_weights and skipped == 0
 
 
 @pytest.mark.parametrize("how", ["check", "fit", "eager"])
@@ -154,9 +154,9 @@ def test_no_collective_lies_in_a_branch_where_keras_has_all_of_them_there(mirror
 
 def test_checkpoints_hold_everything_and_go_over_to_other_numbers_of_replicas(mirrored):
     found = check(mirrored, "checkpoints")
-    assert found["restored"] == (4, {"file": "a", "at": [1, 2.5]})
+    assert found["restored"] == (2, {"file": "a", "at": [1, 2.5]})
     assert found["same copies"] and found["goes on equal"]
-    assert found["three alike"] and found["three train"] == [3, 9]
+    assert found["three alike"] and found["three train"] == [3, 3]
     assert found["none there"] is None
     assert found["objects"] and found["neutral"]
     assert found["keras file"] and found["keras file trains"] == "PrecisionLossScaleOptimizer"
@@ -167,25 +167,30 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(mirrored):
     errors = found["errors"]
     assert "is of another model or optimizer: model variable 2 is" in errors["foreign"]
     assert (
-        "state.data-00000-of-00001 has" in errors["truncated"] and "Resume from another: step=4" in errors["truncated"]
+        "state.data-00000-of-00001 has" in errors["truncated"] and "Resume from another: step=2" in errors["truncated"]
     )
     assert "must be JSON values" in errors["json"]
     assert "nothing to save or restore" in errors["nothing"]
     assert "holds no model.keras" in errors["no file"]
-    assert found["nothing changed"] and found["an older one"] == 4
+    assert found["nothing changed"] and found["an older one"] == 2
 
 
 def test_fit_resumes_in_the_middle_of_an_epoch_where_keras_loses_position_and_seeds(mirrored):
     found = check(mirrored, "resume")
     assert found["native"]["equal"] is False
-    for name in ("ours", "two"):
-        assert found[name] == {"equal": True, "loss": True, "epochs": 1, "skipped": found[name]["skipped"]}
-        assert found[name]["skipped"] > 0
+    ours = found["ours"]
+    assert ours["equal"] and ours["loss"] and ours["epochs"] == 1
+    assert ours["skipped"] > 0
 
 
-def test_random_overflows_on_two_to_four_replicas_part_none_of_them():
-    specs = [spec for replicas in (2, 3, 4) for spec in replica_specs(332, replicas)]
-    adapter = precision.get_backend("tensorflow").parity()
-    result = tier_replicas(adapter, "mirrored", specs)
+def test_random_overflows_on_two_to_four_replicas_part_none_of_them(mirrored):
+    details, failures = check(mirrored, "patterns")
+    assert not failures, failures[:3]
+    assert details == [{"patterns": 336, "disagreements": 0}] * 3
+
+
+def test_the_adapter_runs_patterns_in_processes_of_their_own():
+    specs = replica_specs(4, 2, steps=6)
+    result = tier_replicas(precision.get_backend("tensorflow").parity(), "mirrored", specs)
     assert result.passed, result.failures[:3]
-    assert result.detail == {"patterns": 1008, "disagreements": 0}
+    assert result.checked == 8 * 6 * 2

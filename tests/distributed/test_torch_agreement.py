@@ -10,7 +10,7 @@ from tests.distributed.forked_torch import launches
 TWO = [
     "shards_of_one_model", "partial_gradients", "neutral_scaler", "where_ddp_does_not_spread_it", "accumulation",
     "reduce_dtypes", "idle_reduce_dtypes", "uneven_gradients", "diverging", "joined", "statistics", "wrapped_too_early",
-    "ddp_training", "single_process_reference",
+    "ddp_training", "single_process_reference", "host_reads", "dtensor_loss",
 ]  # fmt: skip
 FOUR = [
     "mesh_of_placements",
@@ -217,8 +217,22 @@ def test_halves_of_the_ranks_train_models_of_their_own(four, how):
     assert four["groups_given_and_found"][how] == [TAKEN, SKIPPED, TAKEN, SKIPPED]  # the last rank, and its partner
 
 
-def test_a_group_that_is_none(four):
-    assert four["groups_given_and_found"]["wrong"].startswith("PolicyError: process_group is a torch.distributed")
+def test_a_group_that_is_none_and_one_that_cannot_be_copied(four):
+    got = four["groups_given_and_found"]
+    assert got["wrong"].startswith("PolicyError: process_group is a torch.distributed")
+    assert got["pickled"].startswith("LossScaleError") and "state_dict" in got["pickled"]
+    assert got["copied"] == "'none'"
+
+
+def test_agreement_reads_nothing_on_the_host(two):
+    got = two["host_reads"]
+    for fused in (False, True):
+        assert got[f"ours fused={fused}"] == got[f"native fused={fused}"]  # DDP itself reads some
+    assert got["ours fused=False"] - got["ours fused=True"] == 3  # whether to step, in three steps
+
+
+def test_a_loss_that_is_a_dtensor(two):
+    assert two["dtensor_loss"] == [(True, [0.0, 0.0])] * 2  # a gradient of 3, clamped to 2, times a rate of 0.5
 
 
 def test_join_is_refused_rather_than_waited_for(two):

@@ -49,14 +49,10 @@ def same_on_all(*arrays):
             np.testing.assert_array_equal(other, first)
 
 
-def count(jaxpr, *names):
-    return sum(str(jaxpr).count(f"{name}[") for name in names)
-
-
 # ---- agreement -----------------------------------------------------------------------------------------------------
 
 
-def sharded_step(mp, opt, axes=("data", "model")):
+def sharded_step(mp, opt):
     """A model whose weights are split over "model" (each device its piece), the batch over "data"; nothing names the axes."""
 
     def step(w, state, x):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import signal
 import threading
 import time
 import traceback
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -16,8 +18,9 @@ import tensorflow as tf
 
 import precision
 from precision import LossScale, PrecisionPolicy
+from precision.parity.replicas import expected, replica_specs, tier_replicas
 from precision.testing import Fault, FaultPlan
-from precision_tensorflow.parity_replicas import logical_devices
+from precision_tensorflow.parity_replicas import ReplicaTrainer, logical_devices
 
 DYNAMIC = {"mode": "dynamic", "initial": 1024.0, "growth_interval": 1000}
 RNG = np.random.default_rng(3)
@@ -91,7 +94,15 @@ class Loop:
 
 
 def model_for(
-    mp, strategy, *, native=False, norm=True, sync=False, optimizer=lambda: keras.optimizers.Adam(0.05), dropout=False
+    mp,
+    strategy,
+    *,
+    native=False,
+    norm=True,
+    sync=False,
+    optimizer=lambda: keras.optimizers.Adam(0.05),
+    dropout=False,
+    eager=False,
 ):
     keras.utils.set_random_seed(1)
     with scope(strategy):
@@ -103,7 +114,7 @@ def model_for(
         model = model if native else mp.prepare(model)
         inner = optimizer()
         wrapped = keras.optimizers.LossScaleOptimizer(inner) if native else mp.optimizer(inner)
-        model.compile(wrapped, "mse")
+        model.compile(wrapped, "mse", run_eagerly=eager)
     return model
 
 
@@ -123,27 +134,27 @@ BAD[11] = np.inf  # the last row of the first batch of 12: on the last replica, 
 def check_fit(two, three, folder):
     out = {}
     model = model_for(bind("mixed_float16"), two, native=True)
-    fit(model)
     fit(model, BAD[:12])
     out["native finite"] = [bool(np.isfinite(w).all()) for w in model.get_weights()]
-    for name, strategy, options in (("ours", two, {}), ("synchronized", three, {"sync": True})):
-        model = model_for(bind("mixed_float16"), strategy, **options)
-        fit(model)
+    for name, strategy, sync in (("ours", two, False), ("synchronized", three, True)):
+        model = model_for(bind("mixed_float16"), strategy, sync=sync)
+        fit(model, X[:24])
         inner = model.optimizer.inner_optimizer.variables
         before = all_copies([*model.weights, *inner])
         moved = [not np.array_equal(*copies(v)[:2]) for v in model.non_trainable_variables if "moving" in v.path]
-        fit(model, BAD[:12])
+        fit(model, BAD)  # one bad batch, and three that train on
         skipped = all_copies([*model.weights, *inner])
-        state = all_copies(model.optimizer.variables[:7])
-        fit(model)
         out[name] = {
-            "unchanged": same(before, skipped),
             "statistics differ by replica": moved,
             "alike": alike([*model.trainable_variables, *model.optimizer.variables]),
-            "state": [c[2:] for c in zip(*state, strict=True)],
-            "then": model.optimizer.state_dict(),
-            "finite": all(np.isfinite(w).all() for w in model.get_weights()),
+            "went on": not same(before, skipped),
+            "finite": all(np.isfinite(c).all() for each in skipped for c in each),
+            "state": model.optimizer.state_dict(),
         }
+        before = all_copies([*model.weights, *inner])
+        fit(model, BAD[:12])
+        out[name]["unchanged"] = same(before, all_copies([*model.weights, *inner]))
+        out[name]["replicas"] = [c[2:] for c in zip(*all_copies(model.optimizer.variables[:7]), strict=True)]
     return out
 
 
@@ -246,13 +257,16 @@ def check_sparse(two, three, folder):
 
 
 def check_uneven(two, three, folder):
-    """Five rows in batches of four: the second replica's last batch has no row."""
+    """Five rows in batches of four: the second replica's last batch has no row. Beside Keras's bare optimizer."""
     runs = []
-    for strategy in (two, None):
-        model = model_for(bind("float32"), strategy, norm=False, optimizer=lambda: keras.optimizers.SGD(0.1))
+    for bare in (False, True):
+        model = model_for(bind(), two, norm=False, optimizer=lambda: keras.optimizers.SGD(0.125), eager=True)
+        if bare:
+            with two.scope():
+                model.compile(keras.optimizers.SGD(0.125), "mse", run_eagerly=True)
         fit(model, X[:5], batch=4, epochs=2)
-        runs.append((model.get_weights(), model.optimizer.state_dict()["skipped"]))
-    return [bool(np.allclose(a, b, rtol=1e-5)) for a, b in zip(runs[0][0], runs[1][0], strict=True)], runs[0][1]
+        runs.append((model.get_weights(), None if bare else model.optimizer.state_dict()["skipped"]))
+    return same(runs[0][0], runs[1][0]), runs[0][1]
 
 
 def check_divergence(two, three, folder):
@@ -397,13 +411,13 @@ def check_checkpoints(two, three, folder):
     state = lambda model: [*model.variables, *model.optimizer.variables]  # noqa: E731
 
     def make(strategy):
-        return model_for(mp, strategy, dropout=True, optimizer=adam)
+        return model_for(mp, strategy, dropout=True, optimizer=adam, eager=True)
 
     # Bit-equal on two replicas, with statistics that differ by replica, into an optimizer that is not built yet.
     chain = mp.checkpoints(f"{folder}/chain", keep=3)
     model = make(two)
-    fit(model, BAD)
-    chain.save(4, model, extra={"file": "a", "at": [1, 2.5]})
+    fit(model, BAD, batch=24)
+    chain.save(2, model, extra={"file": "a", "at": [1, 2.5]})
     again = make(two)
     with two.scope():
         again.optimizer.learning_rate = 0.5
@@ -411,22 +425,22 @@ def check_checkpoints(two, three, folder):
     out["restored"] = tuple(restored)
     out["same copies"] = same(all_copies(state(model)), all_copies(state(again)))
     for each in (model, again):
-        fit(each, BAD)
+        fit(each, BAD, batch=24)
     out["goes on equal"] = same(all_copies(state(model)), all_copies(state(again)))
     # Two replicas, one, three.
     single = make(None)
     out["none there"] = mp.checkpoints(f"{folder}/nothing").restore(single)
     chain.restore(single)
-    fit(single, BAD)
-    chain.save(8, single)
+    fit(single, BAD, batch=24)
+    chain.save(4, single)
     more = make(three)
     chain.restore(more)
     out["three alike"] = same([copies(v) * 3 for v in state(single)], all_copies(state(more)))
-    fit(more, BAD)
+    fit(more, BAD, batch=24)
     out["three train"] = [more.optimizer.state_dict()["skipped"], int(more.optimizer.iterations.numpy())]
     # Foreign and damaged ones change nothing.
     before = all_copies(state(single))
-    other = model_for(mp, None, norm=False, optimizer=adam)
+    other = model_for(mp, None, norm=False, optimizer=adam, eager=True)
     mp.checkpoints(f"{folder}/other").save(1, other)
     out["errors"] = {}
     for name, act in (
@@ -434,10 +448,10 @@ def check_checkpoints(two, three, folder):
         ("truncated", lambda: chain.restore(single)),
         ("json", lambda: chain.save(9, single, extra={1: 2})),
         ("nothing", lambda: chain.save(9)),
-        ("no file", lambda: chain.load_model(4)),
+        ("no file", lambda: chain.load_model(2)),
     ):
         if name == "truncated":
-            data = next(p for p in chain.store.path(8).iterdir() if ".data" in p.name)
+            data = next(p for p in chain.store.path(4).iterdir() if ".data" in p.name)
             data.write_bytes(data.read_bytes()[:-10])
         try:
             act()
@@ -445,7 +459,7 @@ def check_checkpoints(two, three, folder):
         except precision.CheckpointError as error:
             out["errors"][name] = str(error)
     out["nothing changed"] = same(before, all_copies(state(single)))
-    out["an older one"] = chain.restore(single, step=4).step
+    out["an older one"] = chain.restore(single, step=2).step
     # Generators, iterators and neutral state beside a model; a .keras file.
     generator, scaler = tf.random.Generator.from_seed(3), mp.loss_scaler
     batches = iter(tf.data.Dataset.range(10))
@@ -474,15 +488,15 @@ class Stop(keras.callbacks.Callback):
 
 
 def check_resume(two, three, folder):
-    """Keras's ``BackupAndRestore`` beside ours: a ``fit`` broken off after six of eight batches. The scale comes down first."""
+    """Keras's ``BackupAndRestore`` beside ours: a ``fit`` broken off after three of four batches. The scale comes down first."""
     out = {}
     mp = bind("mixed_float16", initial=2.0**26, growth_interval=2)
 
     def run(name, strategy, callback=None, after=None):
-        model = model_for(mp, strategy, dropout=True)
+        model = model_for(mp, strategy, dropout=True, eager=True)
         callbacks = [callback(f"{folder}/{name}")] if callback else []
         try:
-            history = fit(model, epochs=2, callbacks=callbacks + ([Stop(after)] if after else [])).history
+            history = fit(model, epochs=2, batch=24, callbacks=callbacks + ([Stop(after)] if after else [])).history
         except KeyboardInterrupt:
             history = None
         return [copies(v) for v in [*model.weights, *model.optimizer.variables]], history, model.optimizer.state_dict()
@@ -490,9 +504,9 @@ def check_resume(two, three, folder):
     native = lambda path: keras.callbacks.BackupAndRestore(path, save_freq=1)  # noqa: E731
     ours = lambda path: mp.checkpoints(path, keep=2).callback(save_every=1)  # noqa: E731
     whole = {strategy: run("whole", strategy) for strategy in (None, two)}
-    for name, strategy, callback in (("native", None, native), ("ours", None, ours), ("two", two, ours)):
+    for name, strategy, callback in (("native", None, native), ("ours", two, ours)):
         want, history, state = whole[strategy]
-        run(name, strategy, callback, 6)
+        run(name, strategy, callback, 3)
         got, resumed, _ = run(name, strategy, callback)
         out[name] = {
             "equal": same(want, got),
@@ -503,14 +517,37 @@ def check_resume(two, three, folder):
     return out
 
 
+def check_patterns(two, three, folder):
+    """The parity suite's patterns, with the strategies at hand."""
+    four = tf.distribute.MirroredStrategy(
+        [f"CPU:{i}" for i in range(4)], cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )
+
+    class Here:
+        name = "tensorflow"
+
+        def replicated(self, strategy, specs):
+            done = {}
+            for config in dict.fromkeys(spec.config for spec in specs):
+                at = [i for i, spec in enumerate(specs) if spec.config == config]
+                trainer = ReplicaTrainer(strategy, config)
+                done.update(zip(at, trainer.run(np.stack([specs[i].factors for i in at])), strict=True))
+            return [done[i] for i in range(len(specs))]
+
+    results = [
+        tier_replicas(Here(), each, replica_specs(332, n, steps=8)) for n, each in ((2, two), (3, three), (4, four))
+    ]
+    return [result.detail for result in results], [text for result in results for text in result.failures]
+
+
 CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
 
 
 def mirrored(rank, world, port, folder, names=tuple(CHECKS)):
     """One process: two replicas with TensorFlow's default reduction, three with another, and none."""
-    devices = logical_devices(3)
+    devices = logical_devices(4)
     two = tf.distribute.MirroredStrategy(devices[:2])
-    three = tf.distribute.MirroredStrategy(devices, cross_device_ops=tf.distribute.ReductionToOneDevice())
+    three = tf.distribute.MirroredStrategy(devices[:3], cross_device_ops=tf.distribute.ReductionToOneDevice())
     out = {}
     for name in names:
         begin = time.monotonic()
@@ -532,7 +569,7 @@ def worker_strategy(rank, ports):
 
 
 def multi_worker(rank, world, port, ports, folder):
-    """Two processes with a replica each: what one alone overflows, both skip."""
+    """Two processes with a replica each: what one alone overflows, both skip. At last Keras's own, which does not end."""
     strategy = worker_strategy(rank, ports)
     out = {}
     # fit, with an overflow on the second worker
@@ -551,7 +588,7 @@ def multi_worker(rank, world, port, ports, folder):
     out["loss"] = history["loss"]
     out["evaluate"] = model.evaluate(data(X), verbose=0)
     # checkpoints: statistics differ by worker, one worker alone fails, and both go on equal
-    checkpoints = mp.checkpoints(folder, keep=2)
+    checkpoints = mp.checkpoints(f"{folder}/run", keep=2)
     checkpoints.save(3, model, extra={"at": 3})
     try:
         checkpoints.save(4, model, extra={"at": 4} if rank == 0 else {4: "at"})
@@ -580,14 +617,12 @@ def multi_worker(rank, world, port, ports, folder):
         states.append(loop.optimizer.state_dict())
     out["as the plan says"] = states == plan.trajectory(loop_mp.policy.loss_scale, 6)
     out["loop"] = [copies(loop.weights), copies(loop.statistic)]
-    return out
+    Path(f"{folder}/found-{rank}").write_bytes(pickle.dumps(out))
+    hang_as_keras_does(strategy, 4)
 
 
 def worker_patterns(rank, world, port, ports, count):
     """The parity suite's patterns over workers; how many there were, and in how many a worker differed from the rule."""
-    from precision.parity.replicas import expected, replica_specs
-    from precision_tensorflow.parity_replicas import ReplicaTrainer
-
     strategy = worker_strategy(rank, ports)
     specs = replica_specs(count, world)
     wrong = 0
@@ -601,20 +636,14 @@ def worker_patterns(rank, world, port, ports, count):
     return len(specs), wrong
 
 
-def overflow_on_one_worker(rank, world, port, ports, native, seconds):
-    """Three steps, the second of which overflows on worker 1 alone; ended by SIGALRM if it takes longer than it may."""
-    strategy = worker_strategy(rank, ports)
-    mp = bind()
-    sgd = lambda: keras.optimizers.SGD(1.0)  # noqa: E731
-    loop = Loop(
-        strategy, (lambda: keras.optimizers.LossScaleOptimizer(sgd())) if native else lambda: mp.optimizer(sgd())
-    )
+def hang_as_keras_does(strategy, seconds):
+    """Keras's own optimizer, the second step overflowing on worker 1 alone; ended by SIGALRM, for it would not end."""
+    loop = Loop(strategy, lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0)))
     loop.run([1.0, 1.0])
+    print(f"one step is taken: {copies(loop.weights)}", flush=True)
     signal.alarm(seconds)
     loop.run([1.0, np.inf], [1.0, 1.0])
-    weights = copies(loop.weights)
-    signal.alarm(0)
-    return weights
+    print(f"three steps are taken: {copies(loop.weights)}", flush=True)
 
 
 def _sharded(dataset):

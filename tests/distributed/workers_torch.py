@@ -6,8 +6,10 @@ One launch does many things, since starting PyTorch takes longer than any of the
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
+import pickle
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -483,6 +485,8 @@ def groups_given_and_found(rank: int, world: int) -> dict[str, Any]:
         moved = one_step(scaler, optimizer, model(torch.ones(1, 2)).sum() * (math.inf if rank == world - 1 else 1.0))
         out[how] = gathered((moved, scaler.get_scale()))
     out["wrong"] = trap(bind, process_group="everyone")
+    out["pickled"] = trap(pickle.dumps, bind(process_group=mine).scaler)
+    out["copied"] = repr(copy.deepcopy(bind(process_group="none").scaler)._group)
     return out
 
 
@@ -520,6 +524,43 @@ def diverging(rank: int, world: int) -> dict[str, Any]:
         found = [] if error is None else [(t.name, t.nan, t.inf, t.size, t.rank) for t in error.tensors]
         out[what] = gathered((steps, found, [] if error is None else list(error.scales), str(error)))
     return out
+
+
+def host_reads(rank: int, world: int) -> dict[str, int]:
+    """How often the host reads a value in three steps in DDP, besides what gloo itself waits for."""
+    from tests.torch.helpers import HostReads
+
+    out: dict[str, int] = {}
+    for name in ("native", "ours"):
+        for fused in (False, True):
+            torch.manual_seed(0)
+            mp = bind()
+            model = Net()
+            ddp = DDP(model, find_unused_parameters=True)
+            ddp, optimizer = mp.prepare(ddp, torch.optim.SGD(model.parameters(), lr=0.1, fused=fused))
+            scaler = torch.amp.GradScaler("cpu") if name == "native" else mp.scaler
+            with HostReads() as reads:
+                for step in range(3):
+                    optimizer.zero_grad()
+                    scaler.scale(ddp(batch(rank, step)).square().mean()).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+            out[f"{name} fused={fused}"] = reads.count
+    return out
+
+
+def dtensor_loss(rank: int, world: int) -> list[Any]:
+    """A loss that is a ``DTensor`` itself, as with loss parallel."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = init_device_mesh("cpu", (world,))
+    mp = bind()
+    param = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, (Shard(0),), run_check=False))
+    inputs = DTensor.from_local(torch.full((2 * world,), 3.0), mesh, (Replicate(),), run_check=False)
+    optimizer = torch.optim.SGD([param], lr=0.5)
+    mp.backward((param * inputs).sum())
+    return gathered((mp.step(optimizer, clip_value=2.0).taken, _local(param).tolist()))
 
 
 def joined(rank: int, world: int) -> str:
