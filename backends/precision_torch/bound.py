@@ -172,6 +172,9 @@ class TorchPolicy(BoundPolicy):
         stay tied, the state dict its keys. The model's results leave in ``output_dtype``. Call it before
         ``torch.compile``, and before copying model or optimizer (copies of the optimizer must be prepared again).
 
+        On several devices give it the wrapped or sharded model: from DDP and FSDP1 it takes the group that agrees on overflows,
+        and a DDP model gets the hook for ``reduce_dtype``. Only where parameters are to be cast it is called before wrapping too.
+
         Args:
             model: the model.
             optimizer: the ``torch.optim`` optimizer of its parameters, or a list of them; None for inference.
@@ -185,9 +188,9 @@ class TorchPolicy(BoundPolicy):
             The same ``(model, optimizer)``.
 
         Raises:
-            MasterWeightsError: trainable parameters are low precision and have no masters; names them.
+            MasterWeightsError: trainable parameters are low precision and have no masters, or are sharded; names them.
             PolicyError: float16 compute without loss scaling, a rule that a tied weight cannot follow, a lazy module
-                that is not initialised, or a wrong argument.
+                that is not initialised, parameters to cast inside a wrapper, or a wrong argument.
         """
         optimizers: Sequence[Any] = (
             () if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)

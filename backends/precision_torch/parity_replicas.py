@@ -51,8 +51,13 @@ def train(
 ) -> dict[int, tuple[Array, Array]]:
     """One rank's part: by the spec's place, its state and weights after each step."""
     torch.set_num_threads(1)
+    # the last ranks wait for those that also run the specs with fewer replicas
     dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60 + len(specs)),
     )
     try:
         results: dict[int, tuple[Array, Array]] = {}

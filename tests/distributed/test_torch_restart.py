@@ -17,9 +17,10 @@ def results(tmp_path_factory):
         ("loading", 1, (folder, ["ddp-2", "fsdp2-2"], ["alone"])),
         ("loading", 4, (folder, ["ddp-2", "fsdp2-2"], ["ddp", "fsdp2"])),
         ("loading", 2, (folder, ["alone-1", "fsdp2-4"], ["ddp", "fsdp2"])),
+        ("run_checks", 4, (["resumed_on_four"], folder)),
         ("killed_runs", 1, (folder, ENGINES, KILLS, 3)),
     ]
-    names = ("saved by two", "one", "four", "two", "killed")
+    names = ("saved by two", "one", "four", "two", "resumed on four", "killed")
     return dict(zip(names, run_ranks(launches, 1, [wanted], timeout=250)[0], strict=True))
 
 
@@ -65,6 +66,12 @@ def test_another_number_of_ranks_loads_it(results, world, saved, loaded):
             assert now[3] == statistics
         assert len(told) == (rank >= saved_by)
         assert all("keeps its random generators" in text for text in told)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp, buckets as they are"])
+def test_four_ranks_resume_bit_equal(results, engine):
+    """DDP adds up its first iteration in other buckets unless it looks for unused parameters."""
+    assert results["resumed on four"][0]["resumed_on_four"][engine] == [True] * 4
 
 
 def test_an_empty_folder_is_a_fresh_start(results):

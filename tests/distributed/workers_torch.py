@@ -60,7 +60,7 @@ def trap(fn: Any, *args: Any, **kwargs: Any) -> str:
     return "nothing"
 
 
-_NEED_A_FOLDER = ("resharding", "bad_checkpoints")
+_NEED_A_FOLDER = ("resharding", "bad_checkpoints", "resumed_on_four")
 
 # ---- every check is a function of the rank; those of a launch run one after the other ----------------------------------
 
@@ -863,15 +863,15 @@ def engine(how: str, rank: int, world: int, seed: int = 0) -> tuple[Any, nn.Modu
         mp = bind(growth_interval=2, hysteresis=2)
     model = Small()
     call: Any = model
-    if how == "ddp":
-        call = DDP(model)
+    if how.startswith("ddp"):
+        call = DDP(model, find_unused_parameters=how == "ddp, buckets as they are")
     elif how == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
 
         mp.fully_shard(model, [model.first], mesh=init_device_mesh("cpu", (world,)))
     optimizer = torch.optim.AdamW(
         [{"params": [*model.first.parameters(), *model.norm.parameters()]}, {"params": list(model.last.parameters()), "lr": 0.02}],
-        lr=0.01, betas=(0.8, 0.95), fused=how == "ddp",
+        lr=0.01, betas=(0.8, 0.95), fused=how.startswith("ddp"),
     )  # fmt: skip
     call, optimizer = mp.prepare(call, optimizer, master_weights=True if how == "masters" else None)
     return mp, model, call, optimizer
@@ -1000,4 +1000,22 @@ def bad_checkpoints(rank: int, world: int, folder: str) -> dict[str, Any]:
     out["unchanged"] = gathered(everything(mp, model, optimizer) == before)
     dist.barrier()
     out["mended"] = gathered(tuple(checkpoints.restore(call, optimizer)))
+    return out
+
+
+def resumed_on_four(rank: int, world: int, folder: str) -> dict[str, list[bool]]:
+    """Whether a run that is put back to an earlier step comes to the same bits, on more than two ranks."""
+    out: dict[str, list[bool]] = {}
+    for how in ("fsdp2", "ddp, buckets as they are"):
+        mp, model, call, optimizer = engine(how, rank, world)
+        torch.manual_seed(rank)
+        checkpoints = mp.checkpoints(f"{folder}/four-{how[:4]}")
+        train_on(mp, call, optimizer, rank, 0, 3, FaultPlan())
+        checkpoints.save(3, call, optimizer)
+        train_on(mp, call, optimizer, rank, 3, 6, FaultPlan())
+        first = everything(mp, model, optimizer)
+        mp, model, call, optimizer = engine(how, rank, world, seed=5)
+        checkpoints_of(mp, checkpoints).restore(call, optimizer)
+        train_on(mp, call, optimizer, rank, 3, 6, FaultPlan())
+        out[how] = gathered(everything(mp, model, optimizer) == first)
     return out
