@@ -241,5 +241,6 @@ def _sharding_of(leaf: Any) -> Any:
     if sharding is None or (jax.process_count() > 1 and sharding.is_fully_addressable):
         return None
     if is_key(leaf) and isinstance(sharding, jax.sharding.NamedSharding):
-        return jax.sharding.NamedSharding(sharding.mesh, sharding.spec)  # the data has one more axis, which is not sharded
+        # The key's data has one more axis, which is not sharded.
+        return jax.sharding.NamedSharding(sharding.mesh, sharding.spec)
     return sharding

@@ -24,7 +24,8 @@ def gathered(value: Any) -> np.ndarray[Any, Any]:
     try:
         rows = multihost_utils.process_allgather(value)
     except jax.errors.JaxRuntimeError as error:
-        raise CheckpointError(f"another process has ended, or cannot be reached: {str(error).splitlines()[0]}") from error
+        why = str(error).splitlines()[0]
+        raise CheckpointError(f"another process has ended, or cannot be reached: {why}") from error
     return np.asarray(rows).reshape(jax.process_count(), *value.shape)
 
 

@@ -119,13 +119,14 @@ def matched(saved: list[Leaf], wanted: list[Leaf]) -> list[Leaf | None]:
 
 
 def _passing(leaf: Leaf) -> bool:
-    return leaf.path.rpartition(".")[2] == "finite_leaves"
+    return leaf.path.rpartition(".")[2] == "finite_leaves" and leaf.dtype == "bool"
 
 
 def _fits(have: Leaf, want: Leaf) -> bool:
     if (have.kind, have.shape, have.dtype) == (want.kind, want.shape, want.dtype):
         return True
-    numbers = ("bool", "int", "float")  # a number that a first compiled step turned into an array, or that is one at the start
+    # A number that a first compiled step turned into an array, or one that is still a number at the start of a run.
+    numbers = ("bool", "int", "float")
     return (
         have.shape == want.shape == ()
         and {have.kind, want.kind} <= {"array", *numbers}
@@ -146,7 +147,9 @@ def plain_value(leaf: Leaf) -> Any:
     try:
         if leaf.kind == "bool":
             return {"True": True, "False": False}[leaf.value]
-        return float.fromhex(leaf.value) if leaf.kind == "float" else int(leaf.value) if leaf.kind == "int" else leaf.value
+        if leaf.kind == "float":
+            return float.fromhex(leaf.value)
+        return int(leaf.value) if leaf.kind == "int" else leaf.value
     except (KeyError, ValueError):
         raise CheckpointError(f"the checkpoint's {leaf.path} is {leaf.value!r}, no {leaf.kind}.") from None
 
