@@ -211,8 +211,8 @@ class JaxPolicy(BoundPolicy):
             gradients)``: the true loss in the output dtype, and true gradients in float32 (or wider).
 
         Raises:
-            PolicyError: the policy computes in float16 without scaling the loss; or, when called, ``argnums`` name an
-                argument twice.
+            PolicyError: the policy computes, or averages over replicas, in float16 without scaling the loss; or, when called,
+                ``argnums`` name an argument twice, or ``axis_name`` one that shards the parameters.
             LossScaleError: when called, if ``loss_scale`` is missing or is no LossScaleState.
             MixedFrameworksError: when called, if an argument holds another framework's tensor.
         """
