@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,6 @@ from precision_torch.checkpoint_state import (
     require_supported_model,
 )
 from precision_torch.grad_scaler import PrecisionGradScaler
-
-if TYPE_CHECKING:
-    from precision_torch.bound import TorchPolicy
 
 LAYOUT = 1
 """Version of the names and values that this module puts into a checkpoint."""
@@ -70,7 +67,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self, mp: TorchPolicy, directory: str | os.PathLike[str], keep: int | None = None, process_group: Any = None
+        self, mp: Any, directory: str | os.PathLike[str], keep: int | None = None, process_group: Any = None
     ) -> None:
         self._mp = mp
         self._group = process_group
