@@ -106,10 +106,9 @@ def work(folder: str, port: int, rank: int) -> None:
     scaler = mp.loss_scaler.state_dict(opt_state.loss_scale)
     total = sum(float(np.abs(weights.addressable_data(0)).sum()) for weights in jax.tree.leaves(params))
     loss = checkpoints.restore(state).extra["loss"]
-    print(
+    sys.stdout.write(
         f"process {rank}: from step {first}, loss {loss:.4f}, {scaler['skipped']} skipped, loss scale {scaler['scale']:g}, "
-        f"weights {total:.6f}, checkpoints {checkpoints.steps()}",
-        flush=True,
+        f"weights {total:.6f}, checkpoints {checkpoints.steps()}\n"
     )
 
 

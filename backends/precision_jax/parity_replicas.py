@@ -30,8 +30,9 @@ _AXIS = "data"
 def replicated(engine: str, specs: Sequence[ReplicaSpec]) -> list[ReplicaResult]:
     """Train in a process that has a device a replica; see :meth:`precision.parity.ParityAdapter.replicated`."""
     specs = list(specs)
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={max(s.replicas for s in specs)}"
-    env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
+    flags = (os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0")  # compiling is what takes the time
+    devices = f"--xla_force_host_platform_device_count={max(spec.replicas for spec in specs)}"
+    env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join((*filter(None, flags), devices))}
     results: list[ReplicaResult] = run_ranks(train_all, 1, (engine, specs), env=env, timeout=300)[0]
     return results
 

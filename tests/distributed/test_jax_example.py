@@ -11,13 +11,13 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "jax_processes.py"
 
 def test_two_processes_train_as_one(tmp_path):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    env.pop("XLA_FLAGS", None)
+    env["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # less time spent compiling
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), str(tmp_path)], env=env, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = re.findall(
-        r"process (\d): (from step 0, loss (\d\.\d+), (\d) skipped, .*, checkpoints \[20, 40\])", done.stdout
+        r"process (\d): (from step 0, loss (\d\.\d+), (\d) skipped, .*?, checkpoints \[20, 40\])", done.stdout
     )
     assert sorted(line[0] for line in lines) == ["0", "1"], done.stdout
     assert lines[0][1:] == lines[1][1:], "weights, scale and loss are the same to the last digit printed"

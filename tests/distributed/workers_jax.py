@@ -542,8 +542,8 @@ def under_jit_the_flag_covers_every_device():
     assert scales == [8, 8, 4, 4, 2, 2]
     for name, (shape, names, specs, rows) in LAYOUTS.items():
         for kind in (AUTO, EXPLICIT):
-            if kind is EXPLICIT and name != "data":
-                continue  # the model would have to say how its matrix products are sharded; the state is checked below
+            if kind is (AUTO if name == "data" else EXPLICIT):
+                continue  # one kind each: under Explicit a model must say how its products of sharded matrices are sharded
             mesh = mesh_of(shape, names, kind)
             placed = {k: put(mesh, specs[k], v) for k, v in params.items()}
             shardings = mp.state_shardings(opt, placed)
