@@ -101,14 +101,6 @@ class NonFiniteGradientsError(PrecisionError, FloatingPointError):
         self.scales: tuple[float, ...] = tuple(scales)
         self.consecutive_skips = consecutive_skips
 
-    def __reduce__(self) -> tuple[Any, ...]:  # keyword-only fields cross process boundaries
-        fields = {"tensors": self.tensors, "scales": self.scales, "consecutive_skips": self.consecutive_skips}
-        return _rebuilt, (type(self), str(self), fields)
-
-
-def _rebuilt(kind: type[NonFiniteGradientsError], message: str, fields: dict[str, Any]) -> NonFiniteGradientsError:
-    return kind(message, **fields)
-
 
 class PrecisionWarning(UserWarning):
     """Something in a policy has no effect here (a rule that matched nothing, a family no op was marked with)."""

@@ -14,12 +14,19 @@ from precision.formats import canonical_dtype
 from precision.policy import PrecisionPolicy
 from precision_jax import autocast as _autocast
 from precision_jax.casting import RuleWatch, cast_by_rules, cast_tree, numpy_dtype
+from precision_jax.clipping import clip_by_global_norm, global_norm
+from precision_jax.divergence import Divergence
 from precision_jax.gradients import value_and_grad as _value_and_grad
 from precision_jax.optimizer import wrap_optimizer
+from precision_jax.replicas import AxisName
 from precision_jax.scaler import JaxLossScaler, all_finite, select
+from precision_jax.shardings import state_shardings
 
 if TYPE_CHECKING:
+    import os
+
     from precision_jax.backend import JaxBackend
+    from precision_jax.checkpoints import Checkpoints
 
 
 class JaxPolicy(BoundPolicy):
@@ -52,6 +59,7 @@ class JaxPolicy(BoundPolicy):
         self.device = device
         self.loss_scaler: JaxLossScaler = JaxLossScaler(policy.loss_scale)
         self.rules = RuleWatch(policy)
+        self.divergence = Divergence(self.loss_scaler)
         self.casts_seen = 0
         self.casts_traced = False  # a compiled function of the user's may cast without coming here again
 
@@ -179,7 +187,7 @@ class JaxPolicy(BoundPolicy):
         has_aux: bool = False,
         *,
         cast_argnums: int | Sequence[int] | None = None,
-        axis_name: str | Sequence[str] | None = None,
+        axis_name: AxisName = None,
     ) -> Callable[..., Any]:
         """``jax.value_and_grad`` under the policy.
 
@@ -203,8 +211,8 @@ class JaxPolicy(BoundPolicy):
             gradients)``: the true loss in the output dtype, and true gradients in float32 (or wider).
 
         Raises:
-            PolicyError: the policy computes in float16 without scaling the loss; or, when called, ``argnums`` name an
-                argument twice.
+            PolicyError: the policy computes, or averages over replicas, in float16 without scaling the loss; or, when called,
+                ``argnums`` name an argument twice, or ``axis_name`` one that shards the parameters.
             LossScaleError: when called, if ``loss_scale`` is missing or is no LossScaleState.
             MixedFrameworksError: when called, if an argument holds another framework's tensor.
         """
@@ -217,6 +225,7 @@ class JaxPolicy(BoundPolicy):
         optimizer: Any,
         *,
         master_weights: bool | None = None,
+        axis_name: AxisName = None,
     ) -> optax.GradientTransformationExtraArgs:
         """Wrap an optax transformation so that it skips non-finite steps and moves the loss scale.
 
@@ -228,19 +237,116 @@ class JaxPolicy(BoundPolicy):
             optimizer: an ``optax.GradientTransformation`` (or ``optax.MultiSteps``).
             master_weights: whether float32 copies of low-precision parameters are kept in the state. None (the default):
                 low-precision parameters are an error; True: keep them; False: go without.
+            axis_name: over which mapped axes all replicas agree to step or to skip. None (the default) takes all axes of
+                the ``shard_map`` or ``pmap`` that ``update`` runs in, which is right for replicated and for sharded
+                parameters; an axis of ``vmap`` must be named. Named axes are the only ones; an empty tuple means that each
+                replica is a model of its own. Under ``jit`` with sharded arrays there is nothing to agree on.
 
         Returns:
             The transformation. ``update`` passes extra arguments on, but for ``finite=``, a flag found elsewhere that is
-            used instead of looking at the gradients (and skips with mode ``"none"``, too, where nothing looks).
+            used instead of looking at the gradients (and skips with mode ``"none"``, too, where nothing looks); replicas
+            agree on it all the same.
 
         Raises:
-            PolicyError: the policy computes in float16 without scaling the loss.
+            PolicyError: the policy computes in float16 without scaling the loss, or ``axis_name`` is no name.
             UnsupportedError: not an optax transformation.
             MasterWeightsError: from ``init``, if parameters are in a low dtype and ``master_weights`` was not given.
         """
-        return wrap_optimizer(self, optimizer, master_weights)
+        return wrap_optimizer(self, optimizer, master_weights, axis_name)
 
-    def all_finite(self, tree: Any, axis_name: str | Sequence[str] | None = None) -> jax.Array:
+    def state_shardings(self, opt: optax.GradientTransformation, params: Any) -> Any:
+        """Where each leaf of an optimizer's state belongs: for ``out_shardings``, or to restore a checkpoint to.
+
+        What mirrors a parameter (moments, masters, accumulated gradients) is sharded as it is; counters and the loss scale are on
+        every device.
+
+        Args:
+            opt: the optimizer, from :meth:`optimizer`, or any optax transformation.
+            params: the parameters, placed on a mesh, or ``jax.ShapeDtypeStruct`` with their shardings.
+
+        Returns:
+            A tree of ``NamedSharding`` of the structure of ``opt.init(params)``.
+
+        Raises:
+            UnsupportedError: parameters are on no mesh; names them.
+
+        Example:
+            >>> import jax, optax, precision
+            >>> from jax.sharding import NamedSharding, PartitionSpec as P
+            >>> mp = precision.bind("mixed_float16", backend="jax")
+            >>> mesh = jax.make_mesh((1,), ("data",))
+            >>> params = {"w": jax.device_put(jax.numpy.ones((4, 2)), NamedSharding(mesh, P("data")))}
+            >>> opt = mp.optimizer(optax.adam(1e-3))
+            >>> opt_state = jax.jit(opt.init, out_shardings=mp.state_shardings(opt, params))(params)
+            >>> opt_state.inner_state[0].mu["w"].sharding.spec, opt_state.loss_scale.scale.sharding.spec
+            (P('data',), P())
+        """
+        return state_shardings(opt, params)
+
+    def global_norm(self, tree: Any, specs: Any = None) -> jax.Array:
+        """The norm of a tree of gradients, inside ``shard_map`` too; see :func:`precision_jax.global_norm`."""
+        return global_norm(tree, specs)
+
+    def clip_by_global_norm(self, max_norm: Any, specs: Any = None) -> optax.GradientTransformation:
+        """``optax.clip_by_global_norm`` that is right inside ``shard_map``, too, where parameters are sharded.
+
+        Put it inside the wrapped transformation, ``mp.optimizer(optax.chain(mp.clip_by_global_norm(1.0), optax.adam(1e-3)))``,
+        which sees unscaled gradients.
+
+        Args:
+            max_norm: above 0.
+            specs: how the parameters are sharded; see :func:`precision_jax.global_norm`.
+
+        Raises:
+            PolicyError: ``max_norm`` is no number above 0.
+        """
+        return clip_by_global_norm(max_norm, specs)
+
+    def check(self, *opt_states: Any) -> None:
+        """End the run if more than ``max_consecutive_skips`` steps in a row were skipped. Call it once a step, on the host.
+
+        It reads the device at every ``max_consecutive_skips``-th call only, so that no step waits; the error comes at the
+        latest after twice as many skips. Every process counts and sees the same, so all of them raise at the same step.
+
+        Args:
+            opt_states: the state of each optimizer of the run (:class:`OptimizerState`), all in one call.
+
+        Raises:
+            NonFiniteGradientsError: names the gradients of the last step that are not finite, by the paths of the
+                parameters; gives the way of the scale, and what to try.
+
+        Example:
+            >>> import jax.numpy as jnp, optax, precision
+            >>> scale = precision.LossScale(mode="dynamic", max_consecutive_skips=2)
+            >>> mp = precision.bind(precision.PrecisionPolicy(loss_scale=scale), backend="jax")
+            >>> opt = mp.optimizer(optax.sgd(0.1))
+            >>> params = {"embed": jnp.ones(2), "head": jnp.ones(2)}
+            >>> opt_state = opt.init(params)
+            >>> for step in range(9):
+            ...     grads = {"embed": jnp.ones(2), "head": jnp.full(2, jnp.nan)}
+            ...     _, opt_state = opt.update(grads, opt_state, params)
+            ...     mp.check(opt_state)
+            Traceback (most recent call last):
+                ...
+            precision.errors.NonFiniteGradientsError: 4 steps in a row had non-finite gradients and were skipped ...
+        """
+        self.divergence.check(*opt_states)
+
+    def checkpoints(self, directory: str | os.PathLike[str], keep: int | None = None) -> Checkpoints:
+        """Checkpoints of a run through Orbax, whole after a kill at any moment; see :class:`precision_jax.checkpoints.Checkpoints`.
+
+        Args:
+            directory: the run's folder; made when the first checkpoint is saved.
+            keep: how many complete checkpoints to keep; None keeps all.
+
+        Raises:
+            BackendUnavailableError: Orbax is not installed (``pip install orbax-checkpoint``).
+        """
+        from precision_jax.checkpoints import Checkpoints
+
+        return Checkpoints(directory, keep)
+
+    def all_finite(self, tree: Any, axis_name: AxisName = None) -> jax.Array:
         """Whether a tree's floating values are all finite; see :func:`precision_jax.all_finite`."""
         return all_finite(tree, axis_name)
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from precision.backend import check_leaf
 from precision.errors import LossScaleError, PolicyError, PrecisionWarning
 from precision_jax.casting import cast_tree
-from precision_jax.leaves import is_castable, is_inexact, refuse_stateful_modules
+from precision_jax.leaves import dotted, is_castable, is_inexact, refuse_stateful_modules
+from precision_jax.replicas import AxisName, axes_of, manual_axes, varying
 
 if TYPE_CHECKING:
     from precision_jax.bound import JaxPolicy
@@ -27,10 +28,11 @@ def value_and_grad(
     argnums: int | Sequence[int],
     has_aux: bool,
     cast_argnums: int | Sequence[int] | None,
-    axis_name: str | Sequence[str] | None,
+    axis_name: AxisName,
 ) -> Callable[..., Any]:
     """See :meth:`precision_jax.JaxPolicy.value_and_grad`."""
     mp.policy.require_trainable()
+    _check_reduction(mp, axis_name)
     scaler = mp.loss_scaler
 
     @functools.wraps(fun)
@@ -70,6 +72,22 @@ def value_and_grad(
         return value, (grads[0] if hasattr(argnums, "__index__") else grads)
 
     return value_and_grad_fun
+
+
+def _check_reduction(mp: JaxPolicy, axis_name: AxisName) -> None:
+    reduce_dtype = mp.policy.reduce_dtype
+    if axis_name is None and reduce_dtype != "float32":
+        warnings.warn(
+            f"reduce_dtype {reduce_dtype} has no effect without axis_name: XLA then places the reductions of gradients, in the "
+            "dtype that they have there.",
+            PrecisionWarning,
+            stacklevel=4,
+        )
+    if axis_name is not None and reduce_dtype == "float16" and mp.policy.loss_scale.mode == "none":
+        raise PolicyError(
+            "reduce_dtype float16 with loss_scale.mode none: a sum of gradients over replicas that overflows would be stepped on, "
+            'since nobody looks. Use reduce_dtype "bfloat16" or "float32", or a loss scale.'
+        )
 
 
 def _state(mp: JaxPolicy, loss_scale: Any) -> Any:
@@ -120,21 +138,30 @@ def _combine(left: Any, right: Any) -> Any:
     return jax.tree.map(lambda a, b: b if a is None else a, left, right, is_leaf=lambda node: node is None)
 
 
-def _per_replica(tree: Any, axis_name: str | Sequence[str]) -> Any:
+def _per_replica(tree: Any, axis_name: AxisName) -> Any:
     """The same values, which ``shard_map`` takes to differ between replicas.
 
     Otherwise it sums the gradients of replicated parameters itself, in the compute dtype, and the mean that follows changes
     nothing: they come out as many times too large as there are replicas.
     """
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    manual = tuple(name for name in names if name in jax.sharding.get_abstract_mesh().manual_axes)
+    manual = tuple(name for name in axes_of(axis_name) if name in manual_axes())
     if not manual:
         return tree
+    sharded = {
+        dotted(path) or "the argument": varying(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    for name, axes in sharded.items():
+        if mixed := [axis for axis in manual if axis in axes]:
+            raise PolicyError(
+                f"{name} is sharded over axis {mixed[0]!r}: averaging its gradient over that axis would mix those of "
+                "different parameters. Name only the axes over which the parameters are replicated, and average the loss "
+                f"over {mixed[0]!r} inside the function, jax.lax.pmean(loss, {mixed[0]!r})."
+            )
     always = jax.lax.axis_index(manual) >= 0
     return jax.tree.map(lambda leaf: jnp.where(always, leaf, leaf), tree)
 
 
-def _mean(grads: Any, axis_name: str | Sequence[str], reduce_dtype: Any) -> Any:
+def _mean(grads: Any, axis_name: AxisName, reduce_dtype: Any) -> Any:
     """Average over replicas in the reduce dtype, while still scaled."""
 
     def mean(leaf: Any) -> Any:

@@ -16,8 +16,11 @@ import optax
 from precision.backend import check_leaf
 from precision.errors import LossScaleError, MasterWeightsError, UnsupportedError
 from precision.loss_scale import LossScaleState
+from precision_jax.divergence import leaves_or_none
 from precision_jax.leaves import cast_leaf, dotted, is_array, is_inexact, is_low
-from precision_jax.scaler import all_finite, select
+from precision_jax.replicas import AxisName, axes_of, everywhere
+from precision_jax.scaler import all_finite, is_looked_at, select
+from precision_jax.shardings import beside
 
 if TYPE_CHECKING:
     from precision_jax.bound import JaxPolicy
@@ -31,20 +34,27 @@ class OptimizerState(NamedTuple):
         loss_scale: the loss scale's state; pass it to ``value_and_grad``.
         finite: bool scalar, whether the last step was taken (True before the first).
         masters: float32 copies of the low-precision parameters, or None if none are kept.
+        finite_leaves: bool vector, whether each gradient of the last step was finite, in the order of the parameters; only
+            with ``max_consecutive_skips``, for the names in its error; else None.
     """
 
     inner_state: Any
     loss_scale: LossScaleState
     finite: Any
     masters: Any = None
+    finite_leaves: Any = None
 
 
-def wrap_optimizer(mp: JaxPolicy, tx: Any, master_weights: bool | None) -> optax.GradientTransformationExtraArgs:
+def wrap_optimizer(
+    mp: JaxPolicy, tx: Any, master_weights: bool | None, axis_name: AxisName
+) -> optax.GradientTransformationExtraArgs:
     """See :meth:`precision_jax.JaxPolicy.optimizer`."""
     mp.policy.require_trainable()
+    axes_of(axis_name)
     inner = optax.with_extra_args_support(_transformation(tx))
     scaler = mp.loss_scaler
     checks = mp.policy.loss_scale.mode != "none"
+    names = mp.policy.loss_scale.max_consecutive_skips is not None
 
     def init(params: Any) -> OptimizerState:
         _check(params)
@@ -52,12 +62,14 @@ def wrap_optimizer(mp: JaxPolicy, tx: Any, master_weights: bool | None) -> optax
         if master_weights is None:
             _require_masters(params)
         masters = jax.tree.map(lambda leaf: _widen(leaf) if is_low(leaf) else None, params) if master_weights else None
-        return OptimizerState(
+        state = OptimizerState(
             inner_state=jax.tree.map(_strong, inner.init(jax.tree.map(_widen, params))),
             loss_scale=scaler.init(),
             finite=jnp.asarray(True),
             masters=masters,
+            finite_leaves=jnp.ones(len(mp.divergence.names(params)), jnp.bool_) if names else None,
         )
+        return beside(params, state)
 
     def update(
         updates: Any, state: OptimizerState, params: Any = None, *, finite: Any = None, **extra_args: Any
@@ -74,17 +86,20 @@ def wrap_optimizer(mp: JaxPolicy, tx: Any, master_weights: bool | None) -> optax
         if state.masters is not None:
             masters, steps = _step_masters(state.masters, steps, params)
         if not checks and finite is None:
-            return steps, OptimizerState(jax.tree.map(_strong, inner_state), state.loss_scale, state.finite, masters)
-        ok = all_finite(grads) if finite is None else jnp.asarray(finite, jnp.bool_)
-        if ok.ndim:
+            return steps, state._replace(inner_state=jax.tree.map(_strong, inner_state), masters=masters)
+        if finite is not None and jnp.ndim(finite):
             raise LossScaleError(
-                f"finite is one flag for all gradients, a boolean scalar; this one has shape {ok.shape}."
+                f"finite is one flag for all gradients, a boolean scalar; this one has shape {jnp.shape(finite)}."
             )
+        ok, leaves = _agree(grads, finite, axis_name, state.finite_leaves)
+        if names:
+            mp.divergence.names(updates)
         return jax.tree.map(lambda step: _unless_skipped(ok, step), steps), OptimizerState(
             inner_state=select(ok, inner_state, state.inner_state),
             loss_scale=scaler.update(state.loss_scale, ok),
             finite=ok,
             masters=select(ok, masters, state.masters),
+            finite_leaves=leaves,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -99,6 +114,25 @@ def _transformation(tx: Any) -> optax.GradientTransformation:
     raise UnsupportedError(
         f"mp.optimizer wraps an optax.GradientTransformation, such as optax.adam(1e-3), not {type(tx).__name__}."
     )
+
+
+def _agree(grads: Any, finite: Any, axis_name: AxisName, before: Any) -> tuple[jax.Array, Any]:
+    """Whether to step, and which gradients are finite (None without ``before``), the same on all replicas: one collective."""
+    given = None if finite is None else jnp.asarray(finite, jnp.bool_)
+    if before is None:
+        return (all_finite(grads, axis_name) if given is None else everywhere(given, axis_name)), None
+    flags = [jnp.isfinite(x).all() if is_looked_at(x) else jnp.asarray(True) for x in leaves_or_none(grads)]
+    if len(flags) != before.shape[-1]:
+        raise LossScaleError(
+            f"there are {len(flags)} gradients for the {before.shape[-1]} parameters this state was made for: pass gradients of "
+            "the parameters' structure, None where there is none."
+        )
+    if given is not None:
+        flags.append(given)
+    if not flags:
+        return jnp.asarray(True), before
+    agreed = everywhere(jnp.stack(flags), axis_name)
+    return (agreed.all(), agreed) if given is None else (agreed[-1], agreed[:-1])
 
 
 def _check(tree: Any) -> None:

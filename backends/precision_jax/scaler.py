@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from precision.backend import check_leaf
-from precision.errors import LossScaleError
+from precision.errors import LossScaleError, StateError
 from precision.loss_scale import LossScale, LossScaler, LossScaleState
 from precision_jax.leaves import is_array, is_inexact
+from precision_jax.replicas import AxisName, everywhere
 
 
 class JaxLossScaler(LossScaler):
@@ -59,16 +61,21 @@ class JaxLossScaler(LossScaler):
 
         return jax.tree.map(scaled, loss)
 
-    def unscale(self, grads: Any, state: LossScaleState) -> tuple[Any, Any]:
-        """Multiply gradients by the scale's reciprocal, in float32 or wider, and say whether all are finite.
+    def unscale(self, grads: Any, state: LossScaleState, axis_name: AxisName = None) -> tuple[Any, Any]:
+        """Multiply gradients by the scale's reciprocal, in float32 or wider, and say whether all are finite, on all replicas.
 
         Integers, float0, keys and None pass through. With mode ``"none"`` the gradients come back as they are, and the
         flag is a constant True.
+
+        Args:
+            grads: any pytree of gradients of the scaled loss.
+            state: the state that scaled it.
+            axis_name: over which mapped axes to agree on the flag; see :func:`all_finite`.
         """
         if self.config.mode == "none":
             return grads, jnp.asarray(True)
         grads = self.unscale_only(grads, state)
-        return grads, all_finite(grads)
+        return grads, all_finite(grads, axis_name)
 
     def unscale_only(self, grads: Any, state: LossScaleState) -> Any:
         """Unscale without looking: an inf or NaN stays one, so that whoever comes next can see it."""
@@ -87,15 +94,19 @@ class JaxLossScaler(LossScaler):
 
     def state_dict(self, state: LossScaleState) -> dict[str, float | int]:
         """Save the state as a flat dict of plain numbers; see :func:`precision.loss_scale.state_to_dict`."""
-        return super().state_dict(self.checked(state))
+        return super().state_dict(_one(self.checked(state)))
 
-    def check(self, state: LossScaleState) -> None:
+    def check(self, state: LossScaleState, tensors: Any = ()) -> None:
         """Raise if more than ``max_consecutive_skips`` steps in a row were skipped. Reads the state from the device.
+
+        Args:
+            state: the state after a step.
+            tensors: the gradients to name, or a function that gives them; see :meth:`precision.LossScaler.check`.
 
         Raises:
             NonFiniteGradientsError: the run diverges; the message gives the scale and what to try.
         """
-        super().check(self.checked(state))
+        super().check(_one(self.checked(state), worst=True), tensors)
 
     def load_state_dict(self, saved: Any) -> LossScaleState:
         """Load a state saved under any backend, or a native one.
@@ -128,6 +139,27 @@ class JaxLossScaler(LossScaler):
         return state
 
 
+def on_host(value: Any) -> np.ndarray[Any, Any]:
+    """A small array on the host. Waits for it. If it is spread over processes, the piece that is here (all hold the same)."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        value = value.addressable_data(0)
+    return np.asarray(value)
+
+
+def _one(state: LossScaleState, worst: bool = False) -> LossScaleState:
+    """The state as scalars on the host, where ``pmap`` or ``vmap`` keeps one a replica, too, if they are the same.
+
+    With ``worst``, that of the replica which has skipped most steps in a row, whatever the others'.
+    """
+    fields = [on_host(field) for field in state]
+    if not fields[0].ndim:
+        return LossScaleState(*fields)
+    index = int(np.argmax(fields[-1])) if worst else 0
+    if not worst and not all((field == field.flat[0]).all() for field in fields):
+        raise StateError("this state holds several loss scales that differ (of a vmap): take one out before saving it.")
+    return LossScaleState(*(field.flat[index] for field in fields))
+
+
 _NUMBERS = (int, float, complex)  # bool is an int
 
 
@@ -141,21 +173,33 @@ def _apply(operation: Callable[..., Any], leaf: Any, factor: jax.Array) -> Any:
     return operation(jnp.asarray(leaf, wide), factor.astype(jnp.finfo(wide).dtype))
 
 
-def all_finite(tree: Any, axis_name: str | Sequence[str] | None = None) -> jax.Array:
+def finite_leaves(tree: Any) -> list[jax.Array]:
+    """For each floating or complex leaf of a tree, whether it is finite: bool scalars, on this replica."""
+    numbers = [leaf for leaf in jax.tree.leaves(tree) if is_looked_at(leaf)]
+    return [jnp.isfinite(leaf).all() for leaf in numbers]
+
+
+def is_looked_at(leaf: Any) -> bool:
+    """Whether a leaf counts for :func:`all_finite`."""
+    return is_inexact(leaf) or isinstance(leaf, (float, complex))
+
+
+def all_finite(tree: Any, axis_name: AxisName = None) -> jax.Array:
     """Whether every floating or complex value in a tree is finite, as a device scalar (bool). True for an empty tree.
 
     Args:
         tree: any pytree; leaves that are not floating point or complex do not count.
-        axis_name: a mapped axis, or several, over which to agree: finite only if finite on every replica.
+        axis_name: a mapped axis, or a tuple of them, over which to agree: finite only if finite on every replica. None
+            agrees over all axes of the enclosing ``shard_map`` or ``pmap`` (and has nothing to do elsewhere; an axis of
+            ``vmap`` must be named); an empty tuple does not agree.
 
     Example:
         >>> bool(all_finite({"a": jnp.ones(3), "b": jnp.asarray([jnp.inf])}))
         False
     """
-    numbers = [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf) or isinstance(leaf, (float, complex))]
-    flags = [jnp.isfinite(leaf).all() for leaf in numbers]
+    flags = finite_leaves(tree)
     finite = reduce(jnp.logical_and, flags) if flags else jnp.asarray(True)
-    return finite if axis_name is None else jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(jnp.bool_)
+    return everywhere(finite, axis_name)
 
 
 def select(finite: Any, new: Any, old: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from precision.backend import Backend, BoundPolicy, Capability, require_supported, warn_idle_reduce
+from precision.backend import Backend, BoundPolicy, Capability, require_supported
 from precision.errors import BackendUnavailableError, UnsupportedError, nearest
 from precision.policy import PrecisionPolicy
 from precision_tensorflow import devices
@@ -43,7 +43,6 @@ class TensorFlowBackend(Backend):
         if chosen not in known:
             raise UnsupportedError(f"unknown device {chosen!r}. TensorFlow sees {', '.join(known)}.")
         require_supported(policy, found, chosen)
-        warn_idle_reduce(policy)
         return TensorFlowPolicy(policy, self, chosen)
 
     def versions(self) -> dict[str, str]:

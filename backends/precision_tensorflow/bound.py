@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 
-from precision.backend import Backend, BoundPolicy
+from precision.backend import Backend, BoundPolicy, warn_idle_reduce
 from precision.errors import PolicyError, nearest
 from precision.formats import canonical_dtype
 from precision.policy import PrecisionPolicy
-from precision_tensorflow import casts
+from precision_tensorflow import casts, replicas
 from precision_tensorflow.callback import LossScaleCallback
+from precision_tensorflow.checkpoints import Checkpoints
 from precision_tensorflow.guard import StateGuard
 from precision_tensorflow.keras_policy import keras_policy
 from precision_tensorflow.optimizer import PrecisionLossScaleOptimizer
 from precision_tensorflow.prepare import output_layer, prepare
+from precision_tensorflow.replicas import require_no_keras_distribution
 from precision_tensorflow.scaler import TensorFlowLossScaler
 from precision_tensorflow.scope import Island, PolicyScope
 
@@ -115,10 +118,16 @@ class TensorFlowPolicy(BoundPolicy):
                 policy's if left out); see
                 :class:`~precision_tensorflow.optimizer.PrecisionLossScaleOptimizer`.
 
+        Make it inside ``strategy.scope()`` under a ``tf.distribute`` strategy.
+
         Raises:
+            UnsupportedError: a ``keras.distribution`` is set, which Keras ignores on TensorFlow.
             PolicyError: the policy cannot train, or the optimizer is wrapped already, or is none that Keras knows.
         """
         self.policy.require_trainable()
+        require_no_keras_distribution()
+        if replicas.count() == 1:
+            warn_idle_reduce(self.policy, stacklevel=3)
         try:
             native = keras.optimizers.get(optimizer)
         except ValueError as error:
@@ -139,6 +148,22 @@ class TensorFlowPolicy(BoundPolicy):
     def guard(self, state: keras.layers.Layer | Iterable[Any]) -> StateGuard:
         """Around a step of a custom loop: a model's BatchNorm statistics (or given variables) survive a skip unchanged."""
         return StateGuard(state)
+
+    def checkpoints(
+        self, directory: str | os.PathLike[str], keep: int | None = None, *, keras_file: bool = False
+    ) -> Checkpoints:
+        """Checkpoints of a run in a folder: whole after a kill at any moment, and for any number of replicas.
+
+        Args:
+            directory: a folder that all workers see; made when the first checkpoint is saved.
+            keep: how many complete checkpoints to keep; None keeps all.
+            keras_file: whether each also holds the model as a ``.keras`` file.
+
+        Returns:
+            A :class:`~precision_tensorflow.checkpoints.Checkpoints`: ``save(step, model, optimizer, extra=...)``,
+            ``restore(model, optimizer)``, and for ``fit`` its ``callback(save_every=...)``.
+        """
+        return Checkpoints(directory, keep, keras_file=keras_file)
 
     def callback(self, every: int | None = None) -> LossScaleCallback:
         """A Keras callback that logs scale and skipped steps and raises after too many skips in a row."""

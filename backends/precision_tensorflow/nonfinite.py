@@ -80,7 +80,9 @@ class NonFiniteRecord:
         found = []
         for index, name in enumerate(self._names):
             size = self._sizes[index] or None
-            own = [(rank, row[index]) for rank, row in enumerate(counts[: self.replicas]) if row[index].any()]
+            own: list[tuple[int | None, Any]] = [
+                (rank, row[index]) for rank, row in enumerate(counts[: self.replicas]) if row[index].any()
+            ]
             if not own and counts[-1, index].any():
                 own = [(None, counts[-1, index])]
             for rank, (nan, inf) in own:

@@ -13,7 +13,15 @@ import tensorflow as tf
 
 from precision.backend import Backend
 from precision.loss_scale import LossScale
-from precision.parity.adapter import Array, OpResult, ParityAdapter, TrainResult, TrainSpec
+from precision.parity.adapter import (
+    Array,
+    OpResult,
+    ParityAdapter,
+    ReplicaResult,
+    ReplicaSpec,
+    TrainResult,
+    TrainSpec,
+)
 from precision.parity.models import initial_weights, is_statistic
 from precision.policy import PrecisionPolicy
 from precision_tensorflow.bound import TensorFlowPolicy
@@ -60,6 +68,7 @@ class TensorFlowParity(ParityAdapter):
     """The adapter; see :class:`precision.parity.ParityAdapter`."""
 
     name = "tensorflow"
+    engines = ("mirrored",)
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -103,6 +112,13 @@ class TensorFlowParity(ParityAdapter):
 
     def train(self, spec: TrainSpec) -> TrainResult:
         return self._training(spec.model, spec.policy, spec.learning_rate, spec.momentum).run(spec)
+
+    def replicated(self, engine: str, specs: Sequence[ReplicaSpec]) -> list[ReplicaResult]:
+        if engine not in self.engines:
+            return super().replicated(engine, specs)
+        from precision_tensorflow.parity_replicas import replicated
+
+        return replicated(specs)
 
     @functools.lru_cache(maxsize=32)  # noqa: B019 - one adapter a process; it keeps what it compiled
     def _training(self, model: str, policy: PrecisionPolicy, learning_rate: float, momentum: float) -> Training:

@@ -14,6 +14,7 @@ from precision.policy import PrecisionPolicy
 from precision_tensorflow.bias_gradients import warn_of_bias_gradients
 from precision_tensorflow.casts import cast_tree
 from precision_tensorflow.guard import guard_steps
+from precision_tensorflow.multiworker import mend_fit
 from precision_tensorflow.paths import unmatched
 from precision_tensorflow.scope import PolicyScope
 
@@ -31,6 +32,7 @@ def prepare(policy: PrecisionPolicy, model: keras.Model, *, guard: bool = True) 
       several outputs); layers and weights are shared, and it is the returned model that is to be compiled. A model class of its own gets its ``call`` wrapped in place.
     * **Statistics.** With a loss scale that can skip steps, every training step (``fit``, ``train_on_batch``) puts
       BatchNorm statistics and other non-trainable state back when it is skipped.
+    * **Several workers.** ``fit`` runs under ``MultiWorkerMirroredStrategy``; see :mod:`.multiworker`.
     * **Warnings.** A module rule that covers no layer, a model without any layer in the compute dtype (one made outside
       ``mp.scope()``), and layers whose bias gradient TensorFlow sums in bfloat16 on this device, are warned of.
 
@@ -58,6 +60,7 @@ def prepare(policy: PrecisionPolicy, model: keras.Model, *, guard: bool = True) 
         prepared = _with_outputs(policy, model)
     if guard and policy.loss_scale.mode != "none":
         guard_steps(prepared)
+    mend_fit(prepared)
     return prepared
 
 

@@ -11,14 +11,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from precision.errors import LossScaleError, UnsupportedError
+from precision_tensorflow.cadence import on_each_replica
 
 _MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 _REFUSED = (
     (tf.distribute.experimental.ParameterServerStrategy, "its workers step at different times, so that none can agree"),
-    (tf.distribute.experimental.CentralStorageStrategy, "TensorFlow has deprecated it, and Keras 3 does not train with it"),
+    (tf.distribute.experimental.CentralStorageStrategy, "it is experimental in TensorFlow, and has not been tried here"),
     (tf.distribute.TPUStrategy, "it has not been tried here; TPUs compute in bfloat16, which needs no loss scale"),
 )  # fmt: skip
 
@@ -61,6 +63,15 @@ def require_ready(optimizer: Any, scaled: bool) -> bool:
     return True
 
 
+def require_no_keras_distribution() -> None:
+    """Refuse ``keras.distribution``: on TensorFlow Keras takes it without a word and trains on one device."""
+    if keras.distribution.distribution() is not None:
+        raise UnsupportedError(
+            "keras.distribution has no effect on Keras's TensorFlow backend: the model would train on one device. Unset it "
+            "(keras.distribution.set_distribution(None)) and use a tf.distribute strategy."
+        )
+
+
 def summed(grads: Sequence[Any], dtype: str, keep_dtype: bool) -> list[Any]:
     """Sum gradients over the replicas, in replica context.
 
@@ -96,6 +107,7 @@ def branch(
     skip: Callable[..., None],
     skip_args: tuple[Any, ...],
     after: Callable[[Any], None],
+    inner: Any,
 ) -> None:
     """Take or skip a step, and then do what follows either.
 
@@ -109,6 +121,7 @@ def branch(
         skip: called with ``skip_args`` otherwise; across replicas where they are merged, in replica context elsewhere.
         skip_args: tensors, in lists.
         after: called with the flag once a process, where replicas are merged; once a replica elsewhere.
+        inner: the optimizer that ``take`` applies.
     """
     context = tf.distribute.get_replica_context()
     if context is None or tf.__internal__.distribute.strategy_supports_no_merge_call():
@@ -118,10 +131,19 @@ def branch(
 
     def across(strategy: Any, flags: Any, merged: tuple[Any, ...], skipped: tuple[Any, ...]) -> None:
         flag = strategy.experimental_local_results(flags)[0]
-        tf.cond(flag, lambda: strategy.extended.call_for_each_replica(take, args=merged), lambda: skip(*skipped))
+        tf.cond(flag, lambda: on_each_replica(inner, strategy, take, merged), lambda: skip(*skipped))
         after(flag)
 
     context.merge_call(across, args=(finite, args, skip_args))
+
+
+def step(take: Callable[..., None], args: tuple[Any, ...], inner: Any) -> None:
+    """Take a step that cannot be skipped; arguments as for :func:`branch`."""
+    context = tf.distribute.get_replica_context()
+    if count() == 1 or context is None or tf.__internal__.distribute.strategy_supports_no_merge_call():
+        take(*args)
+    else:
+        context.merge_call(lambda strategy, merged: on_each_replica(inner, strategy, take, merged), args=(args,))
 
 
 def write_back(variable: Any, value: Any) -> None:

@@ -13,8 +13,10 @@ import numpy as np
 import tensorflow as tf
 
 from precision.backend import check_leaf
+from precision.errors import UnsupportedError
 from precision.loss_scale import LossScale, LossScaler, LossScaleState
 from precision_tensorflow.graphs import plain
+from precision_tensorflow.replicas import agreed
 
 _EXACT_RECIPROCAL = 2.0**126  # above it 1 / scale is subnormal in float32, which TensorFlow's kernels flush to zero
 
@@ -100,13 +102,27 @@ class TensorFlowLossScaler(LossScaler):
 
     @plain
     def unscale(self, grads: Any, state: LossScaleState) -> tuple[Any, Any]:
+        """Divide gradients by the scale and say whether all are finite; see :meth:`precision.LossScaler.unscale`.
+
+        In the replica context of a ``tf.distribute`` strategy (in the function given to ``strategy.run``) the flag is agreed
+        on: it holds if it holds on all replicas, and state updated by it stays the same on all of them. The gradients
+        stay each replica's own. In cross-replica context there is one set of gradients, and the flag is theirs.
+
+        Raises:
+            UnsupportedError: in cross-replica context, a value that differs by replica.
+        """
         leaves = tf.nest.flatten(grads)
         for leaf in leaves:
             check_leaf(leaf, "tensorflow")
         if self.config.mode == "none":
             return grads, tf.constant(True)
+        if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
+            raise UnsupportedError(
+                "mp.loss_scaler.unscale got gradients that differ by replica, outside replica context: call it in the "
+                "function given to strategy.run, where the replicas agree on the flag."
+            )
         unscaled, finite = unscale(self.config, leaves, state.scale)
-        return tf.nest.pack_sequence_as(grads, unscaled), finite
+        return tf.nest.pack_sequence_as(grads, unscaled), agreed(finite)
 
     @plain
     def update(self, state: LossScaleState, finite: Any) -> LossScaleState:

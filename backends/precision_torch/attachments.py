@@ -1,8 +1,11 @@
-"""What ``prepare`` ties to an optimizer instance: master weights, and the module state to restore when a step is skipped."""
+"""What ``prepare`` ties to an optimizer instance: master weights, the module state to restore when a step is skipped, and who
+else trains the same model.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,10 +19,19 @@ _ATTRIBUTE = "_precision_attachments"
 
 @dataclasses.dataclass
 class Attachments:
-    """Kept as an attribute of the optimizer; ``torch.optim`` leaves it out of copies and pickles of the optimizer."""
+    """Kept as an attribute of the optimizer; ``torch.optim`` leaves it out of copies and pickles of the optimizer.
+
+    Attributes:
+        masters: the float32 masters of its low-precision parameters.
+        guards: what goes back to where it was when a step is skipped.
+        wrappers: the DDP and FSDP1 modules of the models it was prepared with.
+        names: its parameters' names in those models.
+    """
 
     masters: MasterWeights | None = None
     guards: list[SkippedState] = dataclasses.field(default_factory=list)
+    wrappers: list[weakref.ref[torch.nn.Module]] = dataclasses.field(default_factory=list)
+    names: dict[torch.nn.Parameter, str] = dataclasses.field(default_factory=dict)
 
 
 _NONE = Attachments()

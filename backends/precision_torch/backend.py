@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from precision.backend import Backend, Capability, require_supported, warn_idle_reduce
+from precision.backend import Backend, Capability, require_supported
 from precision.policy import PrecisionPolicy
+from precision_torch.agreement import Group
 from precision_torch.bound import TorchPolicy
 from precision_torch.capabilities import capabilities_of, resolve_device, visible_devices
 
@@ -23,20 +24,25 @@ class TorchBackend(Backend):
     name = "torch"
     framework = "torch"
 
-    def bind(self, policy: PrecisionPolicy, *, device: torch.device | str | None = None) -> TorchPolicy:  # type: ignore[override]
-        """Tie a policy to a device.
+    def bind(
+        self, policy: PrecisionPolicy, *, device: torch.device | str | None = None, process_group: Group = None
+    ) -> TorchPolicy:
+        """Tie a policy to a device, and to the ranks that train together.
 
         Args:
             policy: the policy.
             device: a torch device; by default CUDA, MPS or XPU if there is one, else the CPU.
+            process_group: the ranks that agree on whether a step overflowed: a process group or a device mesh; None for
+                those found from the model and its parameters, at each step (all ranks, where nothing else tells);
+                ``"none"`` for every process by itself.
 
         Raises:
             UnsupportedError: the device is not there, or cannot do what the policy asks.
+            PolicyError: ``process_group`` is none.
         """
         where = resolve_device(device)
         require_supported(policy, capabilities_of(where), str(where))
-        warn_idle_reduce(policy)
-        return TorchPolicy(policy, self, where)
+        return TorchPolicy(policy, self, where, process_group)
 
     def versions(self) -> dict[str, str]:
         """The version of torch."""

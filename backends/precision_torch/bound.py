@@ -11,13 +11,16 @@ from precision.backend import BoundPolicy
 from precision.errors import LossScaleError, PolicyError
 from precision.policy import PrecisionPolicy
 from precision_torch import regions
+from precision_torch.agreement import Group, require_group
 from precision_torch.attachments import attachments
 from precision_torch.clipping import clip, require_clip
 from precision_torch.dtypes import TORCH, cast, torch_dtype
+from precision_torch.engines import distributed
 from precision_torch.grad_scaler import PrecisionGradScaler
 from precision_torch.loss_scaler import TorchLossScaler
 from precision_torch.optimizer import ScaledOptimizer
 from precision_torch.prepare import prepare
+from precision_torch.several_devices import SeveralDevices
 from precision_torch.skipped_state import Which
 from precision_torch.tree import cast_tree, map_tensors
 
@@ -25,13 +28,14 @@ if TYPE_CHECKING:
     from precision_torch.backend import TorchBackend
 
 
-class TorchPolicy(BoundPolicy):
+class TorchPolicy(SeveralDevices, BoundPolicy):
     """A policy in PyTorch.
 
     Attributes:
         policy: the policy.
         backend: the backend.
         device: the device it is bound to.
+        process_group: who agrees on overflows, if that was given.
         loss_scaler: the neutral loss scaler, with explicit state.
 
     Example:
@@ -46,11 +50,15 @@ class TorchPolicy(BoundPolicy):
         True
     """
 
-    def __init__(self, policy: PrecisionPolicy, backend: TorchBackend, device: torch.device) -> None:
+    def __init__(
+        self, policy: PrecisionPolicy, backend: TorchBackend, device: torch.device, process_group: Group = None
+    ) -> None:
+        require_group(process_group)
         self.policy = policy
+        self.process_group = process_group
         self.backend = backend
         self.device = device
-        self.loss_scaler = TorchLossScaler(policy.loss_scale, device)
+        self.loss_scaler = TorchLossScaler(policy.loss_scale, device, process_group)
         self.param_dtype = TORCH[policy.param_dtype]
         self.compute_dtype = TORCH[policy.compute_dtype]
         self.output_dtype = TORCH[policy.output_dtype]
@@ -158,6 +166,9 @@ class TorchPolicy(BoundPolicy):
         stay tied, the state dict its keys. The model's results leave in ``output_dtype``. Call it before
         ``torch.compile``, and before copying model or optimizer (copies of the optimizer must be prepared again).
 
+        On several devices give it the wrapped or sharded model: from DDP and FSDP1 it takes the group that agrees on overflows,
+        and a DDP model gets the hook for ``reduce_dtype``. Only where parameters are to be cast it is called before wrapping too.
+
         Args:
             model: the model.
             optimizer: the ``torch.optim`` optimizer of its parameters, or a list of them; None for inference.
@@ -171,9 +182,9 @@ class TorchPolicy(BoundPolicy):
             The same ``(model, optimizer)``.
 
         Raises:
-            MasterWeightsError: trainable parameters are low precision and have no masters; names them.
+            MasterWeightsError: trainable parameters are low precision and have no masters, or are sharded; names them.
             PolicyError: float16 compute without loss scaling, a rule that a tied weight cannot follow, a lazy module
-                that is not initialised, or a wrong argument.
+                that is not initialised, parameters to cast inside a wrapper, or a wrong argument.
         """
         optimizers: Sequence[Any] = (
             () if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
@@ -182,14 +193,18 @@ class TorchPolicy(BoundPolicy):
         prepare(self.policy, self._device_type, model, natives, master_weights, restore_on_skip)
         return model, optimizer
 
-    def grad_scaler(self) -> PrecisionGradScaler:
+    def grad_scaler(self, *, process_group: Group = None) -> PrecisionGradScaler:
         """A new ``torch.amp.GradScaler`` that follows the policy's loss scale; disabled with mode ``none``.
+
+        Args:
+            process_group: the ranks that agree on whether a step overflowed, if others than those bound with.
 
         Raises:
             PolicyError: float16 compute without loss scaling.
         """
         self.policy.require_trainable()
-        return PrecisionGradScaler(self.policy.loss_scale, self.device)
+        group = self.process_group if process_group is None else process_group
+        return PrecisionGradScaler(self.policy.loss_scale, self.device, group)
 
     @property
     def scaler(self) -> PrecisionGradScaler:
@@ -234,16 +249,18 @@ class TorchPolicy(BoundPolicy):
         if not optimizers or any(not hasattr(optimizer, "param_groups") for optimizer in optimizers):
             raise PolicyError("mp.step takes the optimizers of this iteration, one by one: mp.step(a, b).")
         scaler = self.scaler
+        require_clip(clip_norm, clip_value)
         if len(optimizers) > 1 and scaler.is_enabled():
             _require_gradients_apart(optimizers)
-        require_clip(clip_norm, clip_value)
+            scaler.unscale_all_(optimizers)  # one collective for all of them
         for optimizer in optimizers:
             norm, value = clip_norm, clip_value
             if norm is None and value is None and isinstance(optimizer, ScaledOptimizer):
                 norm, value = optimizer.clip_norm, optimizer.clip_value
             if norm is not None or value is not None:
-                scaler.unscale_(optimizer)
-                clip(getattr(optimizer, "_precision_inner", optimizer), norm, value)
+                if len(optimizers) == 1 or not scaler.is_unscaled(optimizer):
+                    scaler.unscale_(optimizer)
+                clip(getattr(optimizer, "_precision_inner", optimizer), norm, value, scaler._flag(optimizer))
         results = [scaler.step(optimizer) for optimizer in optimizers]
         if update:
             scaler.update()
@@ -290,7 +307,7 @@ def _require_gradients_apart(optimizers: Sequence[torch.optim.Optimizer]) -> Non
         low = [] if masters is None else masters.low
         params = [param for group in optimizer.param_groups for param in group["params"]] + low
         ids = {id(param) for param in params if param.grad is not None}
-        if not ids:
+        if not ids and not distributed():  # else another rank may have some
             raise LossScaleError(
                 f"{type(optimizer).__name__} has no gradients, and no optimizer has stepped. Leave it out of this mp.step, "
                 "or call mp.backward on a loss of its parameters first."

@@ -5,6 +5,7 @@ Whatever takes a ``GradScaler`` takes this one. Calls in an order that cannot be
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,10 +13,14 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from precision.divergence import NonFiniteTensor
 from precision.errors import LossScaleError, MasterWeightsError
+from precision_torch.agreement import Groups, agree, groups_of_optimizer
 from precision_torch.attachments import attachments
 from precision_torch.dtypes import LOW
+from precision_torch.engines import dtensor_type, local, reduced
 from precision_torch.loss_scaler import scale_tensor
+from precision_torch.nonfinite import named_gradients, nonfinite_tensors
 from precision_torch.scaler_state import ScalerState
 from precision_torch.skipped_state import SkippedState
 from precision_torch.step_result import StepResult
@@ -31,6 +36,8 @@ class PrecisionGradScaler(ScalerState):
     Args:
         config: the loss-scale settings of a policy.
         device: where the scale and the counters live.
+        process_group: the ranks that agree on whether a step overflowed: a process group, a device mesh, None for those
+            found from the model and its parameters, or ``"none"``.
 
     Example:
         >>> import precision, torch
@@ -58,27 +65,64 @@ class PrecisionGradScaler(ScalerState):
         raise LossScaleError(f"scale() takes a tensor or an iterable of tensors, not {type(outputs).__name__}.")
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of an optimizer by the scale, in place, and note whether all are finite.
+        """Divide the gradients of an optimizer by the scale, in place, and note whether all are finite, on all ranks.
 
-        Call it before clipping or looking at gradients; ``step`` calls it otherwise.
+        Every rank calls it for the same optimizers in the same order, whether or not it has gradients for them. Call it before clipping or looking at gradients; ``step`` calls it otherwise.
 
         Raises:
-            LossScaleError: called twice in an iteration, after ``step``, or before any loss was scaled.
+            LossScaleError: called twice in an iteration, after ``step``, or before any loss was scaled; or no rank has any
+                gradients.
             MasterWeightsError: a gradient is low precision and no master weights are kept.
+        """
+        if self._enabled:
+            self._unscale([_native(optimizer)])
+
+    def unscale_all_(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """:meth:`unscale_` for several optimizers of an iteration, whose flags are agreed on in one collective.
+
+        Those that were unscaled already, and those that call the scaler themselves, are left alone.
         """
         if not self._enabled:
             return
-        optimizer = _native(optimizer)
-        state = self._state_of(optimizer)
-        if state["stage"] is OptState.UNSCALED:
-            raise LossScaleError("unscale_() was already called for this optimizer since the last update().")
-        if state["stage"] is OptState.STEPPED:
-            raise LossScaleError("unscale_() is called after step(): unscale first, then clip, step, update.")
+        natives = [_native(optimizer) for optimizer in optimizers]
+        ready = [each for each in natives if self._state_of(each)["stage"] is OptState.READY]
+        if waiting := [each for each in ready if not _calls_the_scaler(each)]:
+            self._unscale(waiting)
+
+    def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer's gradients were unscaled in this iteration, and it has not stepped since."""
+        return self._enabled and self._state_of(_native(optimizer))["stage"] is OptState.UNSCALED
+
+    def _unscale(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        for optimizer in optimizers:
+            state = self._state_of(optimizer)
+            if state["stage"] is OptState.UNSCALED:
+                raise LossScaleError("unscale_() was already called for this optimizer since the last update().")
+            if state["stage"] is OptState.STEPPED:
+                raise LossScaleError("unscale_() is called after step(): unscale first, then clip, step, update.")
         self._require_scaled("unscale_()")
         inverse = reciprocal(self._state.scale)
-        state["found_inf_per_device"] = self._unscale_grads_(optimizer, inverse, torch.empty(0), False)
-        state["guards"] = attachments(optimizer).guards
-        state["stage"] = OptState.UNSCALED
+        flags = [self._unscale_grads_(optimizer, inverse, torch.empty(0), False) for optimizer in optimizers]
+        self._note(optimizers, flags)
+        for optimizer in optimizers:
+            state = self._state_of(optimizer)
+            state["guards"] = attachments(optimizer).guards
+            state["stage"] = OptState.UNSCALED
+
+    def _note(self, optimizers: list[torch.optim.Optimizer], flags: list[dict[torch.device, torch.Tensor]]) -> None:
+        """Note the flags of optimizers, as all ranks that train them agree on them."""
+        together: dict[Groups, list[int]] = {}
+        for i, optimizer in enumerate(optimizers):
+            state = self._state_of(optimizer)
+            state["groups"] = groups_of_optimizer(optimizer, self._group)
+            state["found_inf_per_device"] = flags[i]
+            if state["groups"]:
+                together.setdefault(state["groups"], []).append(i)
+        device = self._state.scale.device
+        for groups, those in together.items():
+            own = [combine(flags[i].values(), device) if flags[i] else None for i in those]
+            for i, flag in zip(those, agree(own, groups, device), strict=True):
+                self._state_of(optimizers[i])["found_inf_per_device"] = {device: flag}
 
     def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """What is noted of an optimizer in this iteration. Holds it, so that no other can get its id meanwhile."""
@@ -93,12 +137,18 @@ class PrecisionGradScaler(ScalerState):
         if masters is not None:
             masters.pull()
         grads: list[torch.Tensor] = []
+        kind = dtensor_type()
         with torch.no_grad():
             for g, group in enumerate(optimizer.param_groups):
                 for i, param in enumerate(group["params"]):
                     grad = param.grad
                     if grad is None:
                         continue
+                    if kind is not None and isinstance(grad, kind):
+                        whole = reduced(grad)
+                        if whole is not grad:
+                            param.grad = whole
+                        grad = local(whole)
                     if grad.dtype in LOW:
                         _refuse_low(grad, f"param_groups[{g}]['params'][{i}]")
                     if grad.is_conj() or grad.is_neg():  # lazy views, which cannot be written to
@@ -135,8 +185,7 @@ class PrecisionGradScaler(ScalerState):
             raise LossScaleError("step() was already called for this optimizer since the last update().")
         self._require_scaled("step()")
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if fused and "grad_scaler" in inspect.signature(optimizer.step).parameters:
-            # an older contract: the optimizer calls this scaler itself
+        if _calls_the_scaler(optimizer):
             state["guards"] = attachments(optimizer).guards
             value = optimizer.step(*args, grad_scaler=self, **kwargs)
             result = StepResult(value, found_inf=self._found_inf(state))
@@ -202,7 +251,7 @@ class PrecisionGradScaler(ScalerState):
                 for guard in guards:
                     guard.settle(finite, host)
         self._begin()
-        self._check_skips()
+        self._check_skips(functools.partial(_nonfinite, states))
 
     def _require_scaled(self, what: str) -> None:
         if not self._scaled:
@@ -213,15 +262,34 @@ class PrecisionGradScaler(ScalerState):
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:  # type: ignore[override]
         one = torch.ones((), dtype=torch.float32, device=self._state.scale.device)
-        state = self._state_of(_native(optimizer))
-        state["found_inf_per_device"] = self._unscale_grads_(_native(optimizer), one, torch.empty(0), True)
-        found: dict[torch.device, torch.Tensor] = state["found_inf_per_device"]
+        native = _native(optimizer)
+        self._note([native], [self._unscale_grads_(native, one, torch.empty(0), True)])
+        found: dict[torch.device, torch.Tensor] = self._state_of(native)["found_inf_per_device"]
         return found
+
+    def _flag(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+        """The agreed flag of an optimizer that was unscaled; None with mode ``none``."""
+        return self._found_inf(self._state_of(_native(optimizer))) if self._enabled else None
 
 
 def _native(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer inside one of ours."""
     return getattr(optimizer, "_precision_inner", optimizer)
+
+
+def _calls_the_scaler(optimizer: Any) -> bool:
+    """Whether an optimizer is of an older contract: it gets the scaler, to call it itself."""
+    fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return fused and "grad_scaler" in inspect.signature(optimizer.step).parameters
+
+
+def _nonfinite(states: list[dict[str, Any]]) -> list[NonFiniteTensor]:
+    """The gradients of an iteration that are not finite, on any rank."""
+    return [
+        tensor
+        for state in states
+        for tensor in nonfinite_tensors(named_gradients([state["optimizer"]]), state.get("groups", ()))
+    ]
 
 
 def _guards(states: list[dict[str, Any]]) -> list[SkippedState]:

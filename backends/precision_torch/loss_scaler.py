@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from precision.loss_scale import LossScale, LossScaler, LossScaleState
+from precision_torch.agreement import Group, all_reduce, groups_of_tensors, require_group
 from precision_torch.dtypes import LOW
+from precision_torch.engines import local, reduced
 from precision_torch.tree import map_tensors, tensors_of
 from precision_torch.unscaling import combine, reciprocal, unscale_in_place, widened
 
@@ -55,6 +58,7 @@ class TorchLossScaler(LossScaler):
     Args:
         config: the settings.
         device: where the state lives.
+        process_group: the ranks that agree, unless :meth:`unscale` is given others.
 
     Example:
         >>> import precision, torch
@@ -70,9 +74,10 @@ class TorchLossScaler(LossScaler):
 
     xp = TorchOps()
 
-    def __init__(self, config: LossScale, device: torch.device) -> None:
+    def __init__(self, config: LossScale, device: torch.device, process_group: Group = None) -> None:
         super().__init__(config)
         self.device = device
+        self.process_group = process_group
 
     def from_host(self, state: LossScaleState) -> LossScaleState:
         """Turn NumPy scalars into 0-d tensors (float32, int32) on the device."""
@@ -88,27 +93,34 @@ class TorchLossScaler(LossScaler):
             return loss
         return map_tensors(lambda tensor, _: scale_tensor(tensor, state.scale), loss)
 
-    def unscale(self, grads: Any, state: LossScaleState) -> tuple[Any, torch.Tensor]:
-        """Divide gradients by the scale and say whether all are finite.
+    def unscale(self, grads: Any, state: LossScaleState, *, process_group: Group = None) -> tuple[Any, torch.Tensor]:
+        """Divide gradients by the scale and say whether all are finite, on all ranks of a group.
 
         Args:
             grads: a tree of tensors; or a module, whose parameters' ``.grad`` are taken (by parameter name). Nothing
                 in it is changed. Integer and boolean tensors pass through.
             state: the state that scaled the loss.
+            process_group: the ranks that agree: a process group or device mesh; they all make this call. Left out: those
+                the scaler was made with, or else the meshes of the ``DTensor`` among the gradients; plain tensors alone
+                tell of no ranks, and this process decides for itself.
 
         Returns:
             The tree with new tensors (float32, or the gradient's wider dtype), and a 0-d bool tensor.
         """
+        require_group(process_group)
         if isinstance(grads, torch.nn.Module):
             grads = {name: p.grad for name, p in grads.named_parameters() if p.grad is not None}
         if self.config.mode == "none":
             return grads, torch.ones((), dtype=torch.bool, device=self.device)
         copies = map_tensors(lambda tensor, _: _copy(tensor), grads)
-        inexact = [widened(t) for t in tensors_of(copies) if t.is_floating_point() or t.is_complex()]
+        tensors = [t for t in tensors_of(copies) if t.is_floating_point() or t.is_complex()]
+        inexact = [widened(local(tensor)) for tensor in tensors]
         found = unscale_in_place(inexact, reciprocal(state.scale), check_result=True)
-        if not found:
-            return copies, torch.ones((), dtype=torch.bool, device=self.device)
-        return copies, combine(found.values(), self.device) == 0
+        groups = groups_of_tensors(tensors, self.process_group if process_group is None else process_group)
+        flag = combine(found.values(), self.device) if found else torch.zeros((), device=self.device)
+        if groups:
+            flag = all_reduce(flag, groups, dist.ReduceOp.MAX)
+        return copies, flag == 0
 
     def update(self, state: LossScaleState, finite: Any) -> LossScaleState:
         """The state after a step; ``finite`` is a bool tensor or a Python bool."""
@@ -119,6 +131,7 @@ class TorchLossScaler(LossScaler):
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """A fresh float32 (or wider) copy of a floating or complex gradient; sparse ones coalesced in that dtype."""
+    tensor = reduced(tensor)
     if tensor.dtype in LOW:
         copied = tensor.detach().to(torch.float32)
     elif tensor.dtype is torch.complex32:

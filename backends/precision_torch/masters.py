@@ -87,6 +87,8 @@ class MasterWeights:
                     f"parameter {name} was moved from {high.device} to {low.device} after mp.prepare made its master "
                     "weights. Move the model first, then make the optimizer and call mp.prepare."
                 )
+            if low.grad is not None and low.grad.dtype in LOW:  # DistributedDataParallel's, whose buckets are low
+                low.grad = low.grad.float()
             high.grad = low.grad
 
     @torch.no_grad()
@@ -162,8 +164,8 @@ def _zero_both(optimizer: Any, masters: MasterWeights, set_to_none: bool = True)
     """``optimizer.zero_grad`` for masters and parameters, which share their gradients."""
     masters.pull()
     type(optimizer()).zero_grad(optimizer(), set_to_none)
-    if set_to_none:
-        for low in masters.low:
+    for low in masters.low:
+        if set_to_none or low.grad_dtype is None:  # DistributedDataParallel wants the next one low again
             low.grad = None
 
 

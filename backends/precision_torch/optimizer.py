@@ -80,7 +80,7 @@ class ScaledOptimizer(torch.optim.Optimizer):
         inner = self._precision_inner
         if self.scaler.is_enabled():
             self.scaler.unscale_(inner)
-        clip(inner, self.clip_norm, self.clip_value)
+        clip(inner, self.clip_norm, self.clip_value, self.scaler._flag(inner))
         result = self.scaler.step(inner) if closure is None else self.scaler.step(inner, closure)
         self.scaler.update()
         return result

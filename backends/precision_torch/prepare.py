@@ -6,16 +6,30 @@ Everything is checked before anything is changed.
 from __future__ import annotations
 
 import dataclasses
+import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from precision.backend import warn_unmatched
-from precision.errors import MasterWeightsError, PolicyError
+from precision.errors import MasterWeightsError, PolicyError, PrecisionWarning
 from precision.policy import PrecisionPolicy
 from precision_torch.attachments import attach, attachments
+from precision_torch.comm_hooks import register_comm_hook
 from precision_torch.dtypes import LOW, TORCH, castable, dtype_name
+from precision_torch.engines import (
+    canonical,
+    ddp_of,
+    distributed,
+    fsdp2_modules,
+    is_fsdp1,
+    parameter_names,
+    unwrapped,
+    wrappers_of,
+)
+from precision_torch.fsdp import differences
 from precision_torch.masters import AdoptOnLoad, MasterWeights
 from precision_torch.pins import NORMS, cast_output, pin
 from precision_torch.skipped_state import SkippedState, Which
@@ -47,7 +61,8 @@ def prepare(
         raise PolicyError(f"restore_on_skip is 'batch_norm', 'buffers' or 'nothing', not {restore_on_skip!r}.")
     if optimizers:
         policy.require_trainable()
-    paths = [name for name, _ in model.named_modules() if name] + [name for name, _ in model.named_parameters()]
+    whole, model = model, unwrapped(model)
+    paths = [canonical(name) for name, _ in (*model.named_modules(), *model.named_parameters()) if name]
     warn_unmatched(policy, paths, type(model).__name__)
     _require_initialized(model)
     plan = _plan(policy, model)
@@ -57,6 +72,10 @@ def prepare(
     if low and master_weights and not optimizers:
         raise MasterWeightsError("master_weights=True needs the optimizer: mp.prepare(model, optimizer, ...).")
     _require_masters(plan, low, master_weights)
+    _require_castable(whole, plan, low)
+    ddp = ddp_of(whole)
+    if ddp is not None and optimizers:
+        register_comm_hook(policy, ddp, insist=False)
 
     originals = _cast_parameters(plan, optimizers)
     _pin_modules(policy, device_type, model)
@@ -65,6 +84,11 @@ def prepare(
     for optimizer in optimizers:
         if low and master_weights:
             _keep_masters(model, optimizer, low, originals)
+        attached = attach(optimizer)
+        attached.names.update(parameter_names(model))
+        attached.wrappers = [weakref.ref(each) for each in wrappers_of(whole)] or attached.wrappers
+    if optimizers and ddp is None:
+        _warn_of_reduction(policy, whole)
     if optimizers and policy.loss_scale.mode != "none":
         _guard(model, optimizers, restore_on_skip)
 
@@ -75,7 +99,7 @@ def _plan(policy: PrecisionPolicy, model: torch.nn.Module) -> _Plan:
         for leaf, param in module._parameters.items():
             if param is None or not castable(param):
                 continue
-            name = f"{path}.{leaf}" if path else leaf
+            name = canonical(f"{path}.{leaf}" if path else leaf)
             rule = policy.rule_for(name)
             if rule is not None:
                 dtype = TORCH[rule.dtype]
@@ -105,7 +129,7 @@ def _require_one_dtype(policy: PrecisionPolicy, model: torch.nn.Module, plan: _P
     """Refuse a rule that a tied weight cannot follow: its module would compute in a dtype that the weight has not."""
     for path, module in model.named_modules(remove_duplicate=False):
         for leaf, param in module._parameters.items():
-            name = f"{path}.{leaf}" if path else leaf
+            name = canonical(f"{path}.{leaf}" if path else leaf)
             if param not in plan.dtypes or (rule := policy.rule_for(name)) is None:
                 continue
             if plan.dtypes[param] is not TORCH[rule.dtype]:
@@ -162,6 +186,50 @@ def _require_masters(plan: _Plan, low: dict[torch.nn.Parameter, str], master_wei
     )
 
 
+def _require_castable(model: torch.nn.Module, plan: _Plan, low: dict[torch.nn.Parameter, str]) -> None:
+    """Refuse to change what an engine around the model has taken note of: the dtypes of parameters, or who updates them."""
+    changed = [plan.names[param] for param, dtype in plan.dtypes.items() if param.dtype is not dtype]
+    sharded = bool(fsdp2_modules(model)) or any(map(is_fsdp1, model.modules()))
+    engine = "FSDP" if sharded else "DistributedDataParallel" if ddp_of(model) is not None else None
+    if engine is not None and changed:
+        raise PolicyError(
+            f"{len(changed)} parameters would change their dtype inside {engine}, which does not expect it: "
+            f"{', '.join(changed[:4])}. Call mp.prepare on the model first, then wrap it, then call mp.prepare on what came of "
+            "it."
+        )
+    if sharded and low:
+        raise MasterWeightsError(
+            f"{len(low)} trainable parameters are low precision and sharded by FSDP: {', '.join(list(low.values())[:4])}. "
+            "FSDP updates the parameters it shards, and casts them for compute as it gathers them: shard them in float32, as "
+            "their own masters, with mp.fully_shard or mp_policy=mp.fsdp_policy()."
+        )
+
+
+def _warn_of_reduction(policy: PrecisionPolicy, model: torch.nn.Module) -> None:
+    """Warn where the policy's reduce dtype has no effect."""
+    message = ""
+    if fsdp2_modules(model):
+        differing = differences(policy, model)
+        if differing:
+            message = f"{'; '.join(differing[:3])}. Shard with mp.fully_shard, or with mp_policy=mp.fsdp_policy()."
+    elif policy.reduce_dtype == "float32":
+        return
+    elif any(map(is_fsdp1, model.modules())):
+        message = f"reduce_dtype {policy.reduce_dtype} has no effect on FSDP1: give it to its own MixedPrecision."
+    elif distributed():
+        message = (
+            f"reduce_dtype {policy.reduce_dtype} has no effect on this model as it is. Once it is wrapped in "
+            "DistributedDataParallel call mp.prepare on that too, or mp.register_comm_hook(ddp)."
+        )
+    else:
+        message = (
+            f"reduce_dtype {policy.reduce_dtype} has no effect here: on one device gradients accumulate in the dtype of the "
+            "parameters (float32 with master weights)."
+        )
+    if message:
+        warnings.warn(message, PrecisionWarning, stacklevel=4)
+
+
 def _cast_parameters(
     plan: _Plan, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[torch.nn.Parameter, torch.Tensor]:
@@ -198,7 +266,7 @@ def _pin_modules(policy: PrecisionPolicy, device_type: str, model: torch.nn.Modu
     for path, module in model.named_modules():
         if _never_called(module):
             continue
-        rule = policy.rule_for(path) if path else None
+        rule = policy.rule_for(canonical(path)) if path else None
         if rule is not None:
             # no norm is autocast from float32, so it needs no region around it
             bare = isinstance(module, NORMS) and rule.dtype == "float32"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import numbers
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
+from precision.divergence import NonFiniteTensor
 from precision.errors import LossScaleError, StateError
 from precision.loss_scale import LossScale, LossScaleState, next_state, state_to_dict
+from precision_torch.agreement import Group, require_group
 from precision_torch.loss_scaler import HostOps, TorchLossScaler
 
 _HOST_OPS = HostOps()
@@ -21,11 +23,13 @@ _HOST_OPS = HostOps()
 class ScalerState(torch.amp.GradScaler):
     """A native scaler whose state and settings are the neutral ones; the calls of an iteration are the subclass's."""
 
-    def __init__(self, config: LossScale, device: torch.device | str = "cpu") -> None:
+    def __init__(self, config: LossScale, device: torch.device | str = "cpu", process_group: Group = None) -> None:
+        require_group(process_group)
         where = torch.device(device)
         super().__init__(device=where.type, enabled=config.mode != "none", init_scale=config.initial_scale)
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(_refresh_per_optimizer_state)
         self._scaler = TorchLossScaler(config, where)
+        self._group = process_group
         self._scaled = False  # whether a loss was scaled since the last update
         self._updates = 0  # since max_consecutive_skips was last looked at
         self._set_state(self._scaler.init(), config.initial_scale)
@@ -70,15 +74,22 @@ class ScalerState(torch.amp.GradScaler):
             for mine, new in zip(self._state, loaded, strict=True):
                 mine.copy_(new)
         self._scale_floor = scale
+        self._updates = 0  # on every rank alike
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
         if self._per_optimizer_states or self._scaled:
             raise LossScaleError("copy or pickle the scaler after update(), not within an iteration.")
-        return {"config": self.config, "device": self._scaler.device, "state": self.state_dict()}
+        if self._group not in (None, "none"):
+            raise LossScaleError(
+                "a scaler with a process group cannot be copied or pickled, as the group cannot. Save its state_dict()."
+            )
+        return {
+            "config": self.config, "device": self._scaler.device, "process_group": self._group, "state": self.state_dict(),
+        }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["config"], state["device"])  # type: ignore[misc]
+        self.__init__(state["config"], state["device"], state["process_group"])  # type: ignore[misc]
         self.load_state_dict(state["state"])
 
     def _advance(self, found: torch.Tensor, skipped: bool | None) -> None:
@@ -122,14 +133,14 @@ class ScalerState(torch.amp.GradScaler):
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._scaled = False
 
-    def _check_skips(self) -> None:
+    def _check_skips(self, tensors: Callable[[], Iterable[NonFiniteTensor]]) -> None:
         limit = self.config.max_consecutive_skips
         if limit is None:
             return
         self._updates += 1
         if self._updates >= limit:
             self._updates = 0
-            self._scaler.check(self._state)
+            self._scaler.check(self._state, tensors)
 
     # ---- settings, as GradScaler gives them ----------------------------------------------------------------------
 

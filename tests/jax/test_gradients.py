@@ -316,3 +316,15 @@ class TestTheWarningOfAFloat32Computation:
             warnings.simplefilter("error")
             for _ in range(3):
                 mp.value_and_grad(lambda p, x: model(p, x).sum())(params, x)
+
+
+def test_a_reduce_dtype_that_cannot_take_effect_or_would_overflow_unseen_is_told():
+    def loss_fn(w):
+        return (w**2).sum()
+
+    mp = precision.bind(FP16.with_(reduce_dtype="bfloat16"), backend="jax")
+    with pytest.warns(PrecisionWarning, match="reduce_dtype bfloat16 has no effect without axis_name"):
+        mp.value_and_grad(loss_fn)
+    unscaled = precision.bind(precision.PrecisionPolicy(reduce_dtype="float16"), backend="jax")
+    with pytest.raises(precision.PolicyError, match="reduce_dtype float16 with loss_scale.mode none"):
+        unscaled.value_and_grad(loss_fn, axis_name="data")

@@ -143,8 +143,10 @@ def test_float16_training_without_a_loss_scale_is_refused_at_every_entry():
 
 
 def test_a_reduce_dtype_that_has_no_effect_is_said():
+    mp = precision.bind(precision.PrecisionPolicy(reduce_dtype="bfloat16"), backend="torch", device="cpu")
+    model = torch.nn.Linear(2, 2)
     with pytest.warns(precision.PrecisionWarning, match="reduce_dtype bfloat16 has no effect here") as caught:
-        precision.bind(precision.PrecisionPolicy(reduce_dtype="bfloat16"), backend="torch")
+        mp.prepare(model, torch.optim.SGD(model.parameters()))
     assert caught[0].filename == __file__
 
 

@@ -1,0 +1,1 @@
+"""Several replicas: processes and devices on this machine, with bounded time."""
