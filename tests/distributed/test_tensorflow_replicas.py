@@ -9,6 +9,8 @@ from precision.parity.replicas import replica_specs, tier_replicas
 from precision.testing import run_ranks
 from tests.distributed import workers_tensorflow as workers
 
+pytestmark = pytest.mark.timeout(600)  # one launch does all of it: a minute on an idle machine
+
 ENV = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -16,7 +18,7 @@ ENV = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE
 def mirrored(tmp_path_factory):
     """The results of all checks, from one launch."""
     folder = str(tmp_path_factory.mktemp("mirrored"))
-    (results,) = run_ranks(workers.mirrored, 1, (folder,), env=ENV, timeout=400)
+    (results,) = run_ranks(workers.mirrored, 1, (folder,), env=ENV, timeout=560)
     return results
 
 

@@ -12,6 +12,8 @@ import pytest
 from precision.testing import RankError, free_port, run_ranks
 from tests.distributed import workers_tensorflow as workers
 
+pytestmark = pytest.mark.timeout(600)  # one launch does all of it: a minute on an idle machine
+
 ENV = {
     "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
@@ -25,7 +27,7 @@ def ports():
 def launch(tmp_path_factory):
     """What each of two workers found, and how each ended, from one launch."""
     folder = tmp_path_factory.mktemp("workers")
-    ends = run_ranks(workers.multi_worker, 2, (ports(), str(folder)), env=ENV, timeout=280, check=False)
+    ends = run_ranks(workers.multi_worker, 2, (ports(), str(folder)), env=ENV, timeout=560, check=False)
     found = [folder / f"found-{rank}" for rank in range(2)]
     assert all(path.exists() for path in found), ends
     return [pickle.loads(path.read_bytes()) for path in found], ends
