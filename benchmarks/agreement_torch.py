@@ -25,7 +25,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import precision
 from precision.testing import run_ranks
 
-POLICY = precision.PrecisionPolicy(loss_scale=precision.LossScale(mode="dynamic"))  # float32: steps as short as they get
+POLICY = precision.PrecisionPolicy(
+    loss_scale=precision.LossScale(mode="dynamic")
+)  # float32: steps as short as they get
 
 
 def mlp() -> tuple[nn.Module, torch.Tensor]:

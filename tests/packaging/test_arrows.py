@@ -80,8 +80,6 @@ def test_the_core_imports_no_framework_and_no_backend() -> None:
 BY_NAME = {
     "precision/registry.py": "backends, from its table and entry points",
     "precision/interop/targets.py": "files of precision.interop, from its table",
-    "precision/testing/ranks.py": "the user's own function, in the process that runs it",
-    "precision/testing/conformance/conftest.py": "the backend under test, named by who runs the kit",
 }
 
 
