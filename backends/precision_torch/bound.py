@@ -176,7 +176,8 @@ class TorchPolicy(SeveralDevices, BoundPolicy):
                 updates; they are in its state dict. None (default) refuses such parameters; False trains bfloat16
                 ones as they are.
             restore_on_skip: what goes back to where it was when a step of these optimizers is skipped:
-                ``"batch_norm"`` (running statistics), ``"buffers"`` (all buffers) or ``"nothing"``.
+                ``"batch_norm"`` (running statistics), ``"buffers"`` (all buffers), ``"nothing"``, or a list of buffers by
+                name or pattern, such as ``["batch_norm", "queue", "encoder.*.ema"]``.
 
         Returns:
             The same ``(model, optimizer)``.
