@@ -82,3 +82,17 @@ def test_the_checks_on_training_can_fail(only, change, says):
     report = run(spoilt(change), only=only, steps=12)
     assert [result.outcome for result in report.results] == ["failed"]
     assert says in report.results[0].message
+
+
+def test_a_backend_that_trains_in_float16_without_a_loss_scale_is_found():
+    from precision_torch import TorchBackend
+    from precision_torch.parity import TorchParity
+
+    class Side(TorchParity):
+        def train(self, spec):  # does as if it had trained
+            return spec.weights
+
+    backend = type("Careless", (TorchBackend,), {"parity": lambda self: Side(self)})()
+    report = run(backend, only="float16 computation without loss scaling")
+    assert [result.outcome for result in report.results] == ["failed"]
+    assert "must raise PolicyError" in report.results[0].message
