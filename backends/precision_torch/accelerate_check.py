@@ -8,7 +8,7 @@ from typing import Any
 from precision.config import resolve_policy
 from precision.errors import UnsupportedError
 from precision.interop._accelerate_read import meaning
-from precision.interop.base import differing_fields, plain_field
+from precision.interop.base import require_same_effect
 from precision.loss_scale import LossScale
 from precision.policy import PrecisionPolicy
 from precision_torch.bound import TorchPolicy
@@ -71,16 +71,10 @@ def require_same(policy: PrecisionPolicy | str | PathLike[str], accelerator: Any
         >>> from accelerate import Accelerator
         >>> require_same("bf16", Accelerator(cpu=True, mixed_precision="bf16"))   # doctest: +SKIP
     """
-    tell_apart(resolve_policy(policy), effective_policy(accelerator), "Accelerate", "precision_torch.accelerate_policy")
-
-
-def tell_apart(asked: PrecisionPolicy, found: PrecisionPolicy, tool: str, remedy: str) -> None:
-    """Raise ``UnsupportedError`` if two policies differ in what a tool can say."""
-    fields = [field for field in differing_fields(asked, found) if field not in NOT_SAID]
-    if "loss_scale.mode" in fields:
-        fields = [field for field in fields if not field.startswith("loss_scale.") or field == "loss_scale.mode"]
-    if fields:
-        told = "; ".join(f"{f} would be {plain_field(found, f)!r}, not {plain_field(asked, f)!r}" for f in fields)
-        raise UnsupportedError(
-            f"{tool} would not do what the policy says: {told}. Use {remedy}, or a policy that says what is wanted."
-        )
+    require_same_effect(
+        resolve_policy(policy),
+        effective_policy(accelerator),
+        "Accelerate",
+        "precision_torch.accelerate_policy",
+        NOT_SAID,
+    )

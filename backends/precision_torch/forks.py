@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from precision.testing import RankError
+
 POSSIBLE = sys.platform == "linux"
 """Whether ranks can be forked here."""
 
@@ -62,7 +64,7 @@ def fork_ranks(world: int, act: Callable[[int], Any], timeout: float = 90.0) -> 
             if status != 0 and not killed:
                 if not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL):
                     _kill(children)
-                    raise RuntimeError(f"rank {rank} failed:\n{(folder / f'error{rank}').read_text()[-3000:]}")
+                    raise RankError(f"rank {rank} failed:\n{(folder / f'error{rank}').read_text()[-3000:]}")
                 killed = True
                 _kill(children)
         return None if killed else [pickle.loads((folder / f"result{r}").read_bytes()) for r in range(world)]

@@ -9,6 +9,7 @@ import torch
 
 from precision.config import resolve_policy
 from precision.errors import PolicyError
+from precision.interop.base import require_same_effect
 from precision.policy import PrecisionPolicy
 from precision_torch import accelerate_check
 from precision_torch.dtypes import LOW, NAME
@@ -45,6 +46,10 @@ def require_same(policy: PrecisionPolicy | str | PathLike[str], trainer: Any) ->
     """
     if not isinstance(getattr(trainer, "model", None), torch.nn.Module):
         raise PolicyError(f"require_same takes a transformers.Trainer with a model, not {type(trainer).__name__}.")
-    accelerate_check.tell_apart(
-        resolve_policy(policy), effective_policy(trainer), "Trainer", "precision_torch.huggingface_trainer"
+    require_same_effect(
+        resolve_policy(policy),
+        effective_policy(trainer),
+        "Trainer",
+        "precision_torch.huggingface_trainer",
+        accelerate_check.NOT_SAID,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from precision.config import resolve_policy
 from precision.errors import UnsupportedError
-from precision.interop.base import differing_fields, plain_field
+from precision.interop.base import require_same_effect
 from precision.interop.lightning import from_lightning
 from precision.loss_scale import LossScale
 from precision.policy import PrecisionPolicy
@@ -66,16 +66,13 @@ def require_same(policy: PrecisionPolicy | str | PathLike[str], runner: Any) -> 
         >>> from lightning.fabric import Fabric
         >>> require_same("bf16-mixed", Fabric(accelerator="cpu", precision="bf16-mixed"))
     """
-    asked, found = resolve_policy(policy), effective_policy(runner)
-    fields = [field for field in differing_fields(asked, found) if field not in _NOT_LIGHTNINGS]
-    if "loss_scale.mode" in fields:
-        fields = [field for field in fields if not field.startswith("loss_scale.") or field == "loss_scale.mode"]
-    if fields:
-        told = "; ".join(f"{f} would be {plain_field(found, f)!r}, not {plain_field(asked, f)!r}" for f in fields)
-        raise UnsupportedError(
-            f"Lightning would not do what the policy says: {told}. Use precision_torch.lightning_plugin, or a policy that "
-            "says what is wanted."
-        )
+    require_same_effect(
+        resolve_policy(policy),
+        effective_policy(runner),
+        "Lightning",
+        "precision_torch.lightning_plugin",
+        _NOT_LIGHTNINGS,
+    )
 
 
 def _precision_of(runner: Any) -> Any:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from precision.errors import InteropError
+from precision.errors import InteropError, UnsupportedError
 from precision.policy import PrecisionPolicy
 
 
@@ -176,6 +176,31 @@ def differing_fields(a: PrecisionPolicy, b: PrecisionPolicy) -> list[str]:
         if x.get(key) != y.get(key):
             names.append(f"loss_scale.{key}")
     return names
+
+
+def require_same_effect(
+    asked: PrecisionPolicy, found: PrecisionPolicy, tool: str, remedy: str, not_said: Iterable[str]
+) -> None:
+    """Refuse to go on if a tool would do something else than the policy asked for.
+
+    Args:
+        asked: the policy asked for.
+        found: the policy that the tool, as it is set up, amounts to.
+        tool: what people call it.
+        remedy: the module whose objects follow the policy.
+        not_said: dotted fields that no setting of the tool says, which an export tells of.
+
+    Raises:
+        UnsupportedError: names each field with what would happen and what was asked for.
+    """
+    fields = [field for field in differing_fields(asked, found) if field not in set(not_said)]
+    if "loss_scale.mode" in fields:
+        fields = [field for field in fields if not field.startswith("loss_scale.") or field == "loss_scale.mode"]
+    if fields:
+        told = "; ".join(f"{f} would be {plain_field(found, f)!r}, not {plain_field(asked, f)!r}" for f in fields)
+        raise UnsupportedError(
+            f"{tool} would not do what the policy says: {told}. Use {remedy}, or a policy that says what is wanted."
+        )
 
 
 # ---- reading plain values ----------------------------------------------------------------------------------------
