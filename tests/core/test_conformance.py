@@ -1,10 +1,6 @@
 """The conformance kit passes a right backend, and finds each way to be wrong with the check that is about it."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +10,7 @@ from precision.loss_scale import next_state
 from precision.testing.conformance import CHECKS, run
 from precision.testing.conformance.kit import NotConformingError
 from tests.core.numpy_backend import NumpyBackend, NumpyLossScaler, NumpyParity, NumpyPolicy
+from tests.kit_in_pytest import run_kit
 
 
 def backend(scaler=None, policy=None, adapter=None, **members):
@@ -146,19 +143,6 @@ def test_adapters_train_all_models_unless_they_say_otherwise():
 
 
 def test_pytest_runs_it_for_a_class_that_is_not_registered(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-rs",
-        "-p",
-        "no:cacheprovider",
-        "--pyargs",
-        "precision.testing.conformance",
-    ]
-    env = {**os.environ, "PRECISION_BACKEND": "tests.core.numpy_backend:NumpyBackend"}
-    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    done = run_kit(tmp_path, "tests.core.numpy_backend:NumpyBackend", timeout=120)
     assert "15 passed, 3 skipped" in done.stdout, done.stdout
     assert "the backend does not train" in done.stdout

@@ -1,41 +1,25 @@
 """The three built-in backends pass the conformance kit as a third party runs it, and its training checks can fail."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from precision.testing.conformance import run
+from tests.kit_in_pytest import run_kit
 from tests.parity.conftest import BACKENDS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BACKENDS)
 def test_conforms(name, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-rs",
-        "-p",
-        "no:cacheprovider",
-        "--pyargs",
-        "precision.testing.conformance",
-    ]
-    env = {**os.environ, "PRECISION_BACKEND": name, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280)
+    done = run_kit(tmp_path, name)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "18 passed" in done.stdout and "skipped" not in done.stdout
 
 
 def test_without_a_backend_pytest_says_what_to_set(tmp_path):
-    command = [sys.executable, "-m", "pytest", "-q", "--pyargs", "precision.testing.conformance"]
-    env = {k: v for k, v in os.environ.items() if k != "PRECISION_BACKEND"} | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    done = run_kit(tmp_path, timeout=120)
     assert done.returncode != 0
     assert "PRECISION_BACKEND=NAME pytest --pyargs" in done.stdout
 
