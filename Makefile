@@ -11,7 +11,8 @@ DEMO_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS := all,dev,docs
+EXTRAS := all,interop,dev,docs
+BARE := torchtitan spmd_types
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_REQUIRE_VIRTUALENV = 1
@@ -97,6 +98,7 @@ install:  ## make .venv and install the project into it, if that is not done yet
 	rm -f $(VENV)/.installed; \
 	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel; \
 	$(BIN)/python -m pip install $$quiet -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'; \
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps $(BARE); \
 	printf '%s' "$$inputs" > $(VENV)/.installed
 
 clean:  ## remove .venv and everything that was built

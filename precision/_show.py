@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from precision.demo import DemoResult
+from precision.interop.base import Lost
+from precision.interop.convert import Difference
 from precision.parity.tiers import TierResult
 
 
@@ -125,3 +128,31 @@ def show_policy(console: Console, name: str, explained: dict[str, Any]) -> None:
     if explained["names"]:
         spelt = ", ".join(f"{style}: {spelling}" for style, spelling in explained["names"].items())
         console.print(f"\nAlso known as  {spelt}", highlight=False)
+
+
+def show_losses(console: Console, name: str, lost: Sequence[Lost], notes: Sequence[str]) -> None:
+    """Print what a config cannot express, and what acts differently, a line each."""
+    for entry in lost:
+        console.print(f"[bold red]lost[/] in {escape(name)}: {escape(str(entry))}", soft_wrap=True)
+    for note in notes:
+        console.print(f"[yellow]note[/] on {escape(name)}: {escape(note)}", soft_wrap=True)
+
+
+def show_differences(
+    console: Console, first: tuple[str, str], second: tuple[str, str], found: Sequence[Difference]
+) -> None:
+    """Print the fields in which two configs differ in effect; each config is a name and the tool it is of."""
+    if not found:
+        console.print(
+            f"{first[0]} ({first[1]}) and {second[0]} ({second[1]}) are the same in effect.",
+            markup=False,
+            highlight=False,
+        )
+        return
+    table = new_table(
+        "Differences in effect", "field", f"{escape(first[0])} ({first[1]})", f"{escape(second[0])} ({second[1]})"
+    )
+    for difference in found:
+        values = ("-" if value is None else json.dumps(value) for value in (difference.first, difference.second))
+        table.add_row(difference.field, *(escape(value) for value in values))
+    console.print(table)

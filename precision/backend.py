@@ -174,14 +174,14 @@ def require_supported(policy: PrecisionPolicy, capabilities: Iterable[Capability
             )
 
 
-def warn_idle_reduce(policy: PrecisionPolicy) -> None:
+def warn_idle_reduce(policy: PrecisionPolicy, stacklevel: int = 4) -> None:
     """Warn that a reduce dtype other than float32 has no effect in a backend that reduces over no replicas."""
     if policy.reduce_dtype != "float32":
         warnings.warn(
             f"reduce_dtype {policy.reduce_dtype} has no effect here: on one device gradients accumulate in the dtype of "
             "the parameters (float32 with master weights).",
             PrecisionWarning,
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
 
 

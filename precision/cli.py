@@ -1,4 +1,4 @@
-"""The ``precision`` command: demo, parity, backends, show, schema. Each prints for people, or JSON with ``--json``."""
+"""The ``precision`` command: demo, parity, backends, show, convert, diff, schema. Each prints for people, or JSON with ``--json``."""
 
 from __future__ import annotations
 
@@ -151,6 +151,69 @@ def show(
         from precision._show import show_policy
 
         show_policy(Console(), policy, explained)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="A config file of any tool, or a policy name.")],
+    to: Annotated[str, typer.Option("--to", "-t", help="Whose config to write: a tool's name, or precision.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write to this file instead; its ending picks the kind.")
+    ] = None,
+    tool: Annotated[str | None, typer.Option("--from", "-f", help="Whose config it is. Default: recognised.")] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", help="A config file of the target to write into: all else in it is kept.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail if the target cannot express all of it.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the precision config of a tool from any other's. What is lost and notes go to standard error."""
+    from precision.interop.convert import convert as converted
+    from precision.interop.convert import read_values, to_text, write_text
+
+    values = None if base is None else read_values(base)
+    export = converted(source, to, tool=tool, base=values, strict=strict)
+    if output is not None:
+        write_text(export, output)
+    if as_json:
+        plain = dataclasses.asdict(export)
+        print(json.dumps({**plain, "output": None if output is None else str(output)}, indent=2))
+        return
+    if output is None:
+        sys.stdout.write(to_text(export))
+        sys.stdout.flush()
+    from precision._show import show_losses
+
+    show_losses(Console(stderr=True, highlight=False), export.target, export.lost, export.notes)
+
+
+@app.command()
+def diff(
+    first: Annotated[str, typer.Argument(help="A config file of any tool, or a policy name.")],
+    second: Annotated[str, typer.Argument(help="Another.")],
+    first_tool: Annotated[str | None, typer.Option("--first-from", help="Whose config the first is.")] = None,
+    second_tool: Annotated[str | None, typer.Option("--second-from", help="Whose config the second is.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what differs in effect between two precision configs of any tools. Exit status 1 if anything does."""
+    from precision.interop.convert import differences, read
+
+    a, b = read(first, first_tool), read(second, second_tool)
+    found = differences(a.policy, b.policy)
+    if as_json:
+        sides = {
+            name: {"config": config, "tool": side.source, "notes": list(side.notes)}
+            for name, config, side in (("first", first, a), ("second", second, b))
+        }
+        print(json.dumps({"same": not found, "differences": [dataclasses.asdict(d) for d in found], **sides}, indent=2))
+    else:
+        from precision._show import show_differences, show_losses
+
+        show_differences(Console(), (first, a.source), (second, b.source), found)
+        errors = Console(stderr=True, highlight=False)
+        for config, side in ((first, a), (second, b)):
+            show_losses(errors, config, (), side.notes)
+    raise typer.Exit(1 if found else 0)
 
 
 @app.command()

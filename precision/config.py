@@ -8,14 +8,14 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from precision._files import SUFFIXES, kind_of, parse, read_text
 from precision.errors import ConfigError, PolicyError
 from precision.formats import DTYPES
 from precision.loss_scale import LossScale
@@ -23,7 +23,6 @@ from precision.names import policy_from_name
 from precision.ops import FAMILIES
 from precision.policy import PrecisionPolicy, Rule
 
-SUFFIXES = {".toml": "toml", ".json": "json", ".yaml": "yaml", ".yml": "yaml"}
 SCHEMA_ID = "https://json-schema.org/draft/2020-12/schema"
 
 
@@ -51,18 +50,13 @@ def read_policy(path: str | PathLike[str]) -> PrecisionPolicy:
     Raises:
         ConfigError: missing, malformed, or not valid; the message has file, line (where the format tells) and key.
     """
-    file = Path(path)
-    kind = _kind(file)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}") from None
-    return policy_from_text(text, kind, source=str(file))
+    kind = kind_of(path)
+    return policy_from_text(read_text(path), kind, source=str(Path(path)))
 
 
 def policy_from_text(text: str, kind: str, source: str = "<text>") -> PrecisionPolicy:
     """Read a policy from the text of a file of a kind (``toml``, ``json`` or ``yaml``). Raises ``ConfigError``."""
-    data, lines = _parse(text, kind, source)
+    data, lines = parse(text, kind, source)
     try:
         return policy_from_dict(data)
     except PolicyError as error:
@@ -122,7 +116,7 @@ def write_policy(policy: PrecisionPolicy, path: str | PathLike[str]) -> None:
         ConfigError: the ending is unknown or the file cannot be written.
     """
     file = Path(path)
-    text = policy_to_text(policy, _kind(file))
+    text = policy_to_text(policy, kind_of(file))
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -181,94 +175,6 @@ def _attribute_docs(cls: type[Any]) -> dict[str, str]:
     section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", section, re.MULTILINE)
     return {name: re.sub(r"\s+", " ", text).replace("``", "") for name, text in entries}
-
-
-def _kind(file: Path) -> str:
-    kind = SUFFIXES.get(file.suffix.lower())
-    if kind is None:
-        raise ConfigError(f"{file}: unknown ending {file.suffix!r}; use one of {', '.join(SUFFIXES)}.")
-    return kind
-
-
-# ---- parsing, with the line of every key -------------------------------------------------------------------------
-
-
-def _parse(text: str, kind: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the plain data and the 1-based line of each dotted key."""
-    lines: dict[str, int] = {}
-    try:
-        if kind == "toml":
-            data: Any = tomllib.loads(text)
-            lines = _toml_lines(text)
-        else:
-            if kind == "json":
-                data = json.loads(text)
-            node = _compose(text, required=kind == "yaml")
-            for key, line, again in _node_keys(node, ""):
-                if again:
-                    raise ConfigError(f"{source}:{line}: {key}: given twice.", [(key, "given twice")])
-                lines[key] = line
-            if kind == "yaml":
-                data = yaml.safe_load(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{source}: not valid TOML: {error}") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{source}:{error.lineno}: not valid JSON: {error.msg}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f":{mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"{source}{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
-    except RecursionError:
-        raise ConfigError(f"{source}: nested too deeply for a precision config.") from None
-    if data is None:
-        data = {}
-    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise ConfigError(f"{source}: a precision config is a table of settings, not a {type(data).__name__}.")
-    return data, lines
-
-
-def _compose(text: str, required: bool) -> yaml.Node | None:
-    try:
-        return yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError:
-        if required:
-            raise
-        return None  # JSON that YAML cannot read (tabs): no line numbers then
-
-
-def _node_keys(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, bool]]:
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key_node, value in node.value:
-            key = f"{prefix}{key_node.value}"
-            yield key, key_node.start_mark.line + 1, key in seen
-            seen.add(key)
-            yield from _node_keys(value, f"{key}.")
-    elif isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            yield f"{prefix}{index}", item.start_mark.line + 1, False
-            yield from _node_keys(item, f"{prefix}{index}.")
-
-
-_HEADER = re.compile(r"\s*(\[\[?)\s*([\w.\-\s\"']+?)\s*\]\]?\s*(#.*)?$")
-_ASSIGN = re.compile(r"\s*([\w.\-\"']+)\s*=")
-
-
-def _toml_lines(text: str) -> dict[str, int]:
-    """The line of each key of a TOML file that is known to be valid (tomllib keeps no positions)."""
-    lines: dict[str, int] = {}
-    prefix, counts = "", dict[str, int]()
-    for number, line in enumerate(text.splitlines(), 1):
-        if header := _HEADER.match(line):
-            name = re.sub(r"[\s\"']", "", header[2])
-            if header[1] == "[[":
-                counts[name] = counts.get(name, -1) + 1
-                name = f"{name}.{counts[name]}"
-            lines.setdefault(name, number)
-            prefix = f"{name}."
-        elif assign := _ASSIGN.match(line):
-            lines.setdefault(prefix + re.sub(r"[\"']", "", assign[1]), number)
-    return lines
 
 
 def _located(error: PolicyError, source: str, lines: Mapping[str, int]) -> ConfigError:

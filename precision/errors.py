@@ -55,6 +55,18 @@ class LossScaleError(PrecisionError, RuntimeError):
     """The calls of a loss scaler came in an order that cannot be right (unscale twice, update before scale, ...)."""
 
 
+class InteropError(PrecisionError, ValueError):
+    """Another tool's config is not valid, is not recognised, or (where asked to be strict) cannot express the policy.
+
+    Attributes:
+        lost: what the target cannot express (:class:`precision.interop.Lost`), if that is what is wrong.
+    """
+
+    def __init__(self, message: str, *, lost: Iterable[Any] = ()) -> None:
+        super().__init__(message)
+        self.lost: tuple[Any, ...] = tuple(lost)
+
+
 class StateError(PrecisionError, ValueError):
     """A saved loss-scale state is truncated, of another version, or not a loss-scale state."""
 

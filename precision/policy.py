@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from os import PathLike
 from typing import Any
 
@@ -54,7 +55,7 @@ class Rule(FrozenModel):
 
     def matches(self, path: str) -> bool:
         """Whether this is a module rule that covers the module (or parameter) at a path."""
-        return self.module is not None and _matcher(self.module).match(_dotted(path)) is not None
+        return self.module is not None and _matcher(self.module)(_dotted(path))
 
 
 def _dotted(path: str) -> str:
@@ -62,11 +63,42 @@ def _dotted(path: str) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _matcher(pattern: str) -> re.Pattern[str]:
-    out = ""
-    for token in re.split(r"(\*\*|\*|\?)", _dotted(pattern)):
-        out += {"**": ".*", "*": "[^.]*", "?": "[^.]"}.get(token) or re.escape(token)
-    return re.compile(rf"{out}(\..*)?\Z")
+def _matcher(pattern: str) -> Callable[[str], bool]:
+    """Whether a path is covered, as a function. A regular expression where it cannot go astray among many wildcards."""
+    tokens = tuple(token for token in re.split(r"(\*\*|\*|\?)", _dotted(pattern)) if token)
+    if sum(token in _WILDCARDS for token in tokens) > 4:
+        return partial(_walk, tuple(t for token in tokens for t in ((token,) if token in _WILDCARDS else token)))
+    body = "".join(_WILDCARDS.get(token) or re.escape(token) for token in tokens)
+    expression = re.compile(rf"{body}(\..*)?\Z")
+    return lambda path: expression.match(path) is not None
+
+
+_WILDCARDS = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
+
+
+def _walk(tokens: tuple[str, ...], path: str) -> bool:
+    """The same, going all ways at once: the time is that of pattern times path, whatever they are."""
+
+    def onward(states: set[int]) -> set[int]:
+        for state in sorted(states):
+            while state < len(tokens) and tokens[state] in ("*", "**"):  # which may match nothing
+                state += 1
+                states.add(state)
+        return states
+
+    states = onward({0})
+    for character in path:
+        if character == "." and len(tokens) in states:
+            return True
+        after: set[int] = set()
+        for state in states - {len(tokens)}:
+            token = tokens[state]
+            if token == "**" or (token == "*" and character != "."):
+                after.add(state)
+            elif token == character or (token == "?" and character != "."):
+                after.add(state + 1)
+        states = onward(after)
+    return len(tokens) in states
 
 
 class PrecisionPolicy(FrozenModel):

@@ -23,7 +23,10 @@ from precision_jax.scaler import JaxLossScaler, all_finite, select
 from precision_jax.shardings import state_shardings
 
 if TYPE_CHECKING:
+    import os
+
     from precision_jax.backend import JaxBackend
+    from precision_jax.checkpoints import Checkpoints
 
 
 class JaxPolicy(BoundPolicy):
@@ -245,8 +248,8 @@ class JaxPolicy(BoundPolicy):
             gradients)``: the true loss in the output dtype, and true gradients in float32 (or wider).
 
         Raises:
-            PolicyError: the policy computes in float16 without scaling the loss; or, when called, ``argnums`` name an
-                argument twice.
+            PolicyError: the policy computes, or averages over replicas, in float16 without scaling the loss; or, when called,
+                ``argnums`` name an argument twice, or ``axis_name`` one that shards the parameters.
             LossScaleError: when called, if ``loss_scale`` is missing or is no LossScaleState.
             MixedFrameworksError: when called, if an argument holds another framework's tensor.
         """
@@ -365,6 +368,20 @@ class JaxPolicy(BoundPolicy):
             precision.errors.NonFiniteGradientsError: 4 steps in a row had non-finite gradients and were skipped ...
         """
         self.divergence.check(*opt_states)
+
+    def checkpoints(self, directory: str | os.PathLike[str], keep: int | None = None) -> Checkpoints:
+        """Checkpoints of a run through Orbax, whole after a kill at any moment; see :class:`precision_jax.checkpoints.Checkpoints`.
+
+        Args:
+            directory: the run's folder; made when the first checkpoint is saved.
+            keep: how many complete checkpoints to keep; None keeps all.
+
+        Raises:
+            BackendUnavailableError: Orbax is not installed (``pip install orbax-checkpoint``).
+        """
+        from precision_jax.checkpoints import Checkpoints
+
+        return Checkpoints(directory, keep)
 
     def all_finite(self, tree: Any, axis_name: AxisName = None) -> jax.Array:
         """Whether a tree's floating values are all finite; see :func:`precision_jax.all_finite`."""

@@ -32,6 +32,7 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """See :meth:`precision_jax.JaxPolicy.value_and_grad`."""
     mp.policy.require_trainable()
+    _check_reduction(mp, axis_name)
     scaler = mp.loss_scaler
     run = untouched(mp, fun) if cast_argnums is None else fun
 
@@ -69,6 +70,22 @@ def value_and_grad(
         return value, (grads[0] if hasattr(argnums, "__index__") else grads)
 
     return value_and_grad_fun
+
+
+def _check_reduction(mp: JaxPolicy, axis_name: AxisName) -> None:
+    reduce_dtype = mp.policy.reduce_dtype
+    if axis_name is None and reduce_dtype != "float32":
+        warnings.warn(
+            f"reduce_dtype {reduce_dtype} has no effect without axis_name: XLA then places the reductions of gradients, in the "
+            "dtype that they have there.",
+            PrecisionWarning,
+            stacklevel=4,
+        )
+    if axis_name is not None and reduce_dtype == "float16" and mp.policy.loss_scale.mode == "none":
+        raise PolicyError(
+            "reduce_dtype float16 with loss_scale.mode none: a sum of gradients over replicas that overflows would be stepped on, "
+            'since nobody looks. Use reduce_dtype "bfloat16" or "float32", or a loss scale.'
+        )
 
 
 def _state(mp: JaxPolicy, loss_scale: Any) -> Any:

@@ -20,6 +20,7 @@ from precision_jax.divergence import leaves_or_none
 from precision_jax.leaves import cast_leaf, dotted, is_array, is_inexact, is_low
 from precision_jax.replicas import AxisName, axes_of, everywhere
 from precision_jax.scaler import all_finite, is_looked_at, select
+from precision_jax.shardings import beside
 
 if TYPE_CHECKING:
     from precision_jax.bound import JaxPolicy
@@ -61,13 +62,14 @@ def wrap_optimizer(
         if master_weights is None:
             _require_masters(params)
         masters = jax.tree.map(lambda leaf: _widen(leaf) if is_low(leaf) else None, params) if master_weights else None
-        return OptimizerState(
+        state = OptimizerState(
             inner_state=jax.tree.map(_strong, inner.init(jax.tree.map(_widen, params))),
             loss_scale=scaler.init(),
             finite=jnp.asarray(True),
             masters=masters,
             finite_leaves=jnp.ones(len(mp.divergence.names(params)), jnp.bool_) if names else None,
         )
+        return beside(params, state)
 
     def update(
         updates: Any, state: OptimizerState, params: Any = None, *, finite: Any = None, **extra_args: Any

@@ -12,7 +12,15 @@ import optax
 from jax import lax
 
 from precision.loss_scale import LossScale, LossScaleState, state_to_dict
-from precision.parity.adapter import Array, OpResult, ParityAdapter, TrainResult, TrainSpec
+from precision.parity.adapter import (
+    Array,
+    OpResult,
+    ParityAdapter,
+    ReplicaResult,
+    ReplicaSpec,
+    TrainResult,
+    TrainSpec,
+)
 from precision.policy import PrecisionPolicy
 from precision_jax.rounding import round_to
 
@@ -73,6 +81,7 @@ class JaxParity(ParityAdapter):
     """JAX's adapter. Everything runs compiled. XLA's casts keep subnormals, so none is stated as flushed."""
 
     name = "jax"
+    engines = ("jit", "shard_map", "pmap")
 
     def tensor(self, array: Array) -> Any:
         """An array on JAX's default device."""
@@ -121,6 +130,12 @@ class JaxParity(ParityAdapter):
         from precision_jax.parity_training import train
 
         return train(spec)
+
+    def replicated(self, engine: str, specs: Sequence[ReplicaSpec]) -> list[ReplicaResult]:
+        """Train on the CPU's devices, in a process of their own: under ``jit`` with sharded data, ``shard_map`` or ``pmap``."""
+        from precision_jax.parity_replicas import replicated
+
+        return replicated(engine, specs)
 
 
 def _neutral(mp: Any, first: LossScaleState, flags: Any) -> Any:

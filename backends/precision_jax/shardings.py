@@ -33,3 +33,28 @@ def state_shardings(opt: optax.GradientTransformation, params: Any) -> Any:
         return everywhere
 
     return jax.tree_util.tree_map_with_path(sharding_of, jax.eval_shape(opt.init, params))
+
+
+def beside(params: Any, state: Any) -> Any:
+    """A state made of parameters on a mesh, with its scalars on that mesh, too: a first step is then like every other.
+
+    Left alone, they would be on no mesh before the first step and on all of it after, and the step be traced twice. Inside ``jit``
+    the state is as it is (``out_shardings`` says where it goes).
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in (*leaves, *jax.tree.leaves(state))):
+        return state
+    meshes = [leaf.sharding.mesh for leaf in leaves if isinstance(leaf.sharding, NamedSharding)]
+    if not meshes:
+        return state
+    everywhere = NamedSharding(meshes[0], PartitionSpec())
+    leaves, structure = jax.tree.flatten(state)
+    free = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not x.committed]
+    values = [leaves[i] for i in free]
+    if everywhere.is_fully_addressable:
+        values = jax.device_put(values, everywhere)
+    else:  # over several processes only a compiled function puts what each of them has
+        values = jax.jit(lambda x: x, out_shardings=everywhere)(values)
+    for i, value in zip(free, values, strict=True):
+        leaves[i] = value
+    return structure.unflatten(leaves)

@@ -127,7 +127,7 @@ class TensorFlowPolicy(BoundPolicy):
         self.policy.require_trainable()
         require_no_keras_distribution()
         if replicas.count() == 1:
-            warn_idle_reduce(self.policy)
+            warn_idle_reduce(self.policy, stacklevel=3)
         try:
             native = keras.optimizers.get(optimizer)
         except ValueError as error:

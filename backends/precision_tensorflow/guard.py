@@ -33,7 +33,7 @@ class StateGuard:
 
     Raises:
         PolicyError: neither of these; on entering, the model has no variables yet.
-        LossScaleError: on entering a guard that is entered already; on ``apply``, when the guard was entered outside the
+        LossScaleError: on entering a guard that is entered already, or outside ``strategy.run`` under several replicas; on ``apply``, when the guard was entered outside the
             ``tf.function`` that applies.
     """
 
@@ -51,6 +51,10 @@ class StateGuard:
             raise PolicyError(
                 f"mp.guard({self._state.name}) needs a built model, to know its statistics before the step: call it on a "
                 "batch first, or start it with keras.Input, or call build()."
+            )
+        if replicas.count() > 1 and tf.distribute.in_cross_replica_context():
+            raise LossScaleError(
+                "mp.guard belongs into the function given to strategy.run: around it, it cannot see what the replicas do."
             )
         found = statistics(self._state) if isinstance(self._state, keras.layers.Layer) else self._state
         self._snapshot = [(variable, tf.identity(variable)) for variable in found]

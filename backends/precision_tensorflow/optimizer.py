@@ -7,14 +7,12 @@ It wraps any Keras optimizer. Everything it remembers is an optimizer variable, 
 from __future__ import annotations
 
 import contextlib
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from precision.backend import check_leaf
 from precision.errors import LossScaleError, PolicyError, UnsupportedError
 from precision.formats import canonical_dtype
 from precision.loss_scale import LossScale, LossScaleState, next_state, state_from_dict, state_to_dict
@@ -23,6 +21,7 @@ from precision_tensorflow.graphs import plain
 from precision_tensorflow.guard import active_guards, restore
 from precision_tensorflow.masters import MasterWeights
 from precision_tensorflow.nonfinite import NonFiniteRecord
+from precision_tensorflow.optimizer_inputs import filled, native_state, require_clipping, require_plain, tensor_or_none
 from precision_tensorflow.scaler import TensorFlowLossScaler, scale_loss, unscale
 
 _CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
@@ -80,22 +79,8 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 f"{next(iter(kwargs))} is not a setting of the wrapper ({known}): set it on the optimizer inside."
             )
         config = loss_scale if isinstance(loss_scale, LossScale) else LossScale(**loss_scale)
-        if not isinstance(inner_optimizer, keras.optimizers.Optimizer):
-            raise PolicyError(
-                f"the inner optimizer must be a keras.optimizers.Optimizer, not {type(inner_optimizer).__name__}."
-            )
-        if isinstance(inner_optimizer, keras.optimizers.LossScaleOptimizer):
-            raise PolicyError("the inner optimizer scales the loss itself; pass the optimizer it wraps.")
-        if inner_optimizer.loss_scale_factor is not None:
-            raise PolicyError(
-                "the inner optimizer has loss_scale_factor set, so gradients would be unscaled twice. Remove it and set "
-                "loss_scale in the policy (mode = 'static' for a constant factor)."
-            )
-        if sum(value is not None for value in (clipnorm, global_clipnorm, clipvalue)) > 1:
-            raise PolicyError("at most one of clipnorm, global_clipnorm and clipvalue can be set.")
-        for setting, value in (("clipnorm", clipnorm), ("global_clipnorm", global_clipnorm), ("clipvalue", clipvalue)):
-            if value is not None and not (_is_number(value) and 0 < value < float("inf")):
-                raise PolicyError(f"{setting} must be a finite number above 0, or left out; not {value!r}.")
+        require_plain(inner_optimizer)
+        require_clipping(clipnorm=clipnorm, global_clipnorm=global_clipnorm, clipvalue=clipvalue)
         super().__init__(inner_optimizer, config.initial_scale, config.growth_interval, name=name)
         self.clipnorm, self.global_clipnorm, self.clipvalue = clipnorm, global_clipnorm, clipvalue
         self.master_weights = master_weights
@@ -150,7 +135,7 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             MixedFrameworksError: a gradient is another framework's tensor.
             NonFiniteGradientsError: in eager code, more skips in a row than allowed (looked at now and then).
         """
-        grads = [_tensor_or_none(grad) for grad in grads]
+        grads = [tensor_or_none(grad) for grad in grads]
         if not grads:
             return
         variables = self._known(grads, trainable_variables)
@@ -170,7 +155,7 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             keep_dtype = not scaled and (self._masters is None or not self._masters.kept)
             checked = replicas.summed(own, self.reduce_dtype, keep_dtype)
         if not scaled:
-            ready = _filled(checked, grads)
+            ready = filled(checked, grads)
             replicas.step(self._take, (ready, variables), self.inner_optimizer)
             return
         state = self._state()
@@ -178,7 +163,7 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.global_clipnorm or self.inner_optimizer.global_clipnorm:
             # Keras's clipping makes NaN of gradients whose norm is infinite.
             finite = finite & tf.math.is_finite(tf.linalg.global_norm(unscaled))
-        self._branch(replicas.agreed(finite), own, unscaled, _filled(unscaled, grads), variables, guards)
+        self._branch(replicas.agreed(finite), own, unscaled, filled(unscaled, grads), variables, guards)
 
     def _branch(
         self,
@@ -192,7 +177,7 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Take the step or skip it, and move the state, by a flag that is the same on all replicas."""
         record = self._nonfinite
         noted = [] if record is None else [own if record.replicas > 1 else [], unscaled]
-        places = [self._get_variable_index(v) for v in variables]
+        places = [] if record is None else [self._get_variable_index(v) for v in variables]
 
         def skip(snapshots: list[Any], *gradients: list[Any]) -> None:
             restore(guards, snapshots)
@@ -340,6 +325,7 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             raise LossScaleError(f"{len(grads)} gradients were given for {len(variables)} variables.")
         return variables
 
+    @plain
     def _take(self, grads: list[Any], variables: list[Any]) -> None:
         if self.clipnorm or self.global_clipnorm or self.clipvalue:
             grads = self._clip_gradients(grads)
@@ -357,30 +343,3 @@ class PrecisionLossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self._eager_steps += 1
             if self._eager_steps % limit == 0:
                 self.check()
-
-
-def _tensor_or_none(grad: Any) -> Any:
-    """A gradient as a tensor (``tf.IndexedSlices`` stay), so that none goes by unscaled and unchecked."""
-    check_leaf(grad, "tensorflow")
-    if grad is None or (tf.is_tensor(grad) and not isinstance(grad, keras.Variable)):
-        return grad
-    return tf.convert_to_tensor(grad)
-
-
-def _filled(values: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
-    """The values, and where there is none (None, or a variable that its gradient overwrites) the gradient as it came."""
-    return [grad if value is None else value for value, grad in zip(values, grads, strict=True)]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def native_state(optimizer: keras.optimizers.LossScaleOptimizer) -> dict[str, float | int]:
-    """The state of a Keras ``LossScaleOptimizer`` as plain numbers; before it is built, the one it will start with."""
-    if not optimizer.built:
-        return {"dynamic_scale": float(optimizer.initial_scale), "step_counter": 0}
-    return {
-        "dynamic_scale": float(optimizer.dynamic_scale.numpy()),
-        "step_counter": int(optimizer.step_counter.numpy()),
-    }

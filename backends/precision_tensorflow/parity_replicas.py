@@ -112,10 +112,10 @@ class ReplicaTrainer:
         return states, tf.stack(self._strategy.experimental_local_results(self._weights))
 
     def run(self, patterns: Any) -> list[ReplicaResult]:
-        """Train anew for each pattern; ``patterns`` is float32 ``(patterns, steps, replicas)``."""
-        count, steps, replicas = patterns.shape
+        """Train anew for each pattern, float32 ``(patterns, steps, replicas)``. Results are of the local replicas."""
+        count, steps = patterns.shape[:2]
         states, weights = self._train(tf.constant(patterns))
-        shape = (count, steps, replicas, -1)
+        shape = (count, steps, states.shape[1], -1)
         return [
             ReplicaResult(np.moveaxis(state, 0, 1), np.moveaxis(weight, 0, 1))
             for state, weight in zip(states.numpy().reshape(shape), weights.numpy().reshape(shape), strict=True)

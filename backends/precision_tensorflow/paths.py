@@ -6,11 +6,8 @@ functional model's not (``"head"``). A pattern is therefore tried on the path an
 
 from __future__ import annotations
 
-import re
-
+from precision.interop.keras import layer_patterns
 from precision.policy import PrecisionPolicy, Rule
-
-_TOKENS = {"**": ".*", "*": "[^./]*", "?": "[^./]", ".": "[./]", "/": "[./]"}
 
 
 def covers(rule: Rule, path: str) -> bool:
@@ -29,22 +26,5 @@ def unmatched(policy: PrecisionPolicy, paths: list[str]) -> tuple[Rule, ...]:
 
 
 def rule_patterns(policy: PrecisionPolicy) -> list[tuple[str, str]]:
-    """The module rules as pairs of a regular expression over whole layer paths and a dtype.
-
-    ``keras.dtype_policies.DTypePolicyMap`` refuses a path that two keys match, so each expression rules out those
-    before it: the first match wins.
-    """
-    patterns: list[tuple[str, str]] = []
-    earlier: list[str] = []
-    for rule in policy.module_rules:
-        body = "".join(
-            _TOKENS.get(token) or re.escape(token)
-            for token in re.split(r"(\*\*|[*?./])", str(rule.module).strip("./"))
-            if token
-        )
-        key = rf"(?:[^/]+/)?{body}(?:[./].*)?"
-        if rule.dtype and key not in earlier:
-            lookahead = rf"(?!(?:{'|'.join(earlier)})\Z)" if earlier else ""
-            patterns.append((lookahead + key, rule.dtype))
-            earlier.append(key)
-    return patterns
+    """The module rules as pairs of a regular expression over whole layer paths and a dtype, as exported policies have them."""
+    return layer_patterns(policy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import tensorflow as tf
@@ -34,5 +35,10 @@ def all_well(strategy: Any, well: bool) -> bool:
     """Whether all processes are well: a collective that each of them enters, and so also a barrier."""
     if count(strategy) == 1:
         return well
-    per_replica = strategy.run(lambda: tf.constant(0.0 if well else 1.0))
-    return float(strategy.reduce(tf.distribute.ReduceOp.SUM, per_replica, axis=None)) == 0.0
+    return float(_troubles(strategy)(tf.constant(0.0 if well else 1.0))) == 0.0
+
+
+@functools.cache
+def _troubles(strategy: Any) -> Any:
+    """A compiled sum over the replicas of all workers."""
+    return tf.function(lambda mine: strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(lambda: mine), axis=None))

@@ -8,6 +8,7 @@
 
 from precision_torch.backend import TorchBackend
 from precision_torch.bound import TorchPolicy
+from precision_torch.checkpoints import Checkpoints, Restored
 from precision_torch.grad_scaler import PrecisionGradScaler
 from precision_torch.loss_scaler import TorchLossScaler
 from precision_torch.optimizer import ScaledOptimizer
@@ -15,8 +16,10 @@ from precision_torch.regions import Island
 from precision_torch.step_result import StepResult
 
 __all__ = [
+    "Checkpoints",
     "Island",
     "PrecisionGradScaler",
+    "Restored",
     "ScaledOptimizer",
     "StepResult",
     "TorchBackend",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from precision.errors import LossScaleError, PolicyError, UnsupportedError
 from precision_torch.attachments import attachments
@@ -58,13 +59,16 @@ def groups_of_optimizer(optimizer: torch.optim.Optimizer, given: Any) -> Groups:
     attached = attachments(optimizer)
     kind = dtensor_type()
     found: dict[str, Any] = {}
+    meshes: dict[int, Any] = {}
     plain = False
     for group in optimizer.param_groups:
         for param in group["params"]:
             if kind is not None and isinstance(param, kind):
-                _add(found, _whole(param.device_mesh))  # type: ignore[attr-defined]
+                meshes.setdefault(id(param.device_mesh), param.device_mesh)  # type: ignore[attr-defined]
             else:
                 plain = True
+    for mesh in meshes.values():
+        _add(found, _whole(mesh))
     wrappers = [wrapper for each in attached.wrappers if (wrapper := each()) is not None]
     for wrapper in wrappers:
         _refuse_join(wrapper)
@@ -155,12 +159,13 @@ def _whole(mesh: Any) -> list[Any]:
 
 
 def _of_wrapper(wrapper: Any) -> list[Any]:
-    mesh = getattr(wrapper, "device_mesh", None) or getattr(wrapper, "_device_mesh", None)
+    if isinstance(wrapper, DistributedDataParallel):
+        mesh = getattr(wrapper, "device_mesh", None)
+        return [wrapper.process_group] if mesh is None else _whole(mesh)
+    mesh = wrapper.__dict__.get("_device_mesh")  # FSDP1 looks in the module inside for what it has not
     if mesh is not None:
         return _whole(mesh)
-    return [
-        group for name in ("process_group", "_inter_node_pg") if (group := getattr(wrapper, name, None)) is not None
-    ]
+    return [group for name in ("process_group", "_inter_node_pg") if (group := wrapper.__dict__.get(name)) is not None]
 
 
 def _add(found: dict[str, Any], groups: Iterable[Any]) -> None:
@@ -180,8 +185,7 @@ def _simplest(found: dict[str, Any]) -> Groups:
 
 
 def _refuse_join(wrapper: Any) -> None:
-    config = getattr(wrapper, "_join_config", None)
-    if config is not None and config.enable:
+    if isinstance(wrapper, DistributedDataParallel) and wrapper._join_config.enable:
         raise UnsupportedError(
             "a model inside join() goes on stepping on some ranks only, which the agreement on overflows would wait for. "
             "Give every rank as many batches, or bind with process_group='none' and leave it to DDP's own reduction to "

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from precision.backend import BoundPolicy
-from precision.divergence import NonFiniteTensor
 from precision.errors import LossScaleError, PolicyError
 from precision.policy import PrecisionPolicy
-from precision_torch import fsdp, regions
-from precision_torch.agreement import Group, groups_of_optimizer, require_group
+from precision_torch import regions
+from precision_torch.agreement import Group, require_group
 from precision_torch.attachments import attachments
 from precision_torch.clipping import clip, require_clip
-from precision_torch.comm_hooks import register_comm_hook
 from precision_torch.dtypes import TORCH, cast, torch_dtype
 from precision_torch.engines import distributed
 from precision_torch.grad_scaler import PrecisionGradScaler
 from precision_torch.loss_scaler import TorchLossScaler
-from precision_torch.nonfinite import named_gradients, nonfinite_tensors
 from precision_torch.optimizer import ScaledOptimizer
 from precision_torch.prepare import prepare
+from precision_torch.several_devices import SeveralDevices
 from precision_torch.skipped_state import Which
 from precision_torch.tree import cast_tree, map_tensors
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     from precision_torch.backend import TorchBackend
 
 
-class TorchPolicy(BoundPolicy):
+class TorchPolicy(SeveralDevices, BoundPolicy):
     """A policy in PyTorch.
 
     Attributes:
@@ -170,6 +166,9 @@ class TorchPolicy(BoundPolicy):
         stay tied, the state dict its keys. The model's results leave in ``output_dtype``. Call it before
         ``torch.compile``, and before copying model or optimizer (copies of the optimizer must be prepared again).
 
+        On several devices give it the wrapped or sharded model: from DDP and FSDP1 it takes the group that agrees on overflows,
+        and a DDP model gets the hook for ``reduce_dtype``. Only where parameters are to be cast it is called before wrapping too.
+
         Args:
             model: the model.
             optimizer: the ``torch.optim`` optimizer of its parameters, or a list of them; None for inference.
@@ -177,15 +176,16 @@ class TorchPolicy(BoundPolicy):
                 updates; they are in its state dict. None (default) refuses such parameters; False trains bfloat16
                 ones as they are.
             restore_on_skip: what goes back to where it was when a step of these optimizers is skipped:
-                ``"batch_norm"`` (running statistics), ``"buffers"`` (all buffers) or ``"nothing"``.
+                ``"batch_norm"`` (running statistics), ``"buffers"`` (all buffers), ``"nothing"``, or a list of buffers by
+                name or pattern, such as ``["batch_norm", "queue", "encoder.*.ema"]``.
 
         Returns:
             The same ``(model, optimizer)``.
 
         Raises:
-            MasterWeightsError: trainable parameters are low precision and have no masters; names them.
+            MasterWeightsError: trainable parameters are low precision and have no masters, or are sharded; names them.
             PolicyError: float16 compute without loss scaling, a rule that a tied weight cannot follow, a lazy module
-                that is not initialised, or a wrong argument.
+                that is not initialised, parameters to cast inside a wrapper, or a wrong argument.
         """
         optimizers: Sequence[Any] = (
             () if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
@@ -193,77 +193,6 @@ class TorchPolicy(BoundPolicy):
         natives = [getattr(each, "_precision_inner", each) for each in optimizers]
         prepare(self.policy, self._device_type, model, natives, master_weights, restore_on_skip)
         return model, optimizer
-
-    # ---- several devices ----------------------------------------------------------------------------------------
-
-    def fsdp_policy(self, *, root: bool = False, cast_forward_inputs: bool = True) -> MixedPrecisionPolicy:
-        """The policy in FSDP2's words, for ``torch.distributed.fsdp.fully_shard(module, mp_policy=...)``.
-
-        ``param_dtype`` is the policy's ``compute_dtype`` (what is gathered and computed in; what is kept and updated is the
-        sharded parameter, in float32), ``reduce_dtype`` is its ``reduce_dtype``. Buffers are neither sharded nor cast.
-        FSDP2 takes one policy a call: :meth:`fully_shard` makes the calls that norms and rules need.
-
-        Args:
-            root: whether it is for the whole model, whose results leave in ``output_dtype``.
-            cast_forward_inputs: whether floating inputs are cast to the compute dtype.
-
-        Raises:
-            UnsupportedError: ``param_dtype`` is low: the sharded parameters are the master weights.
-            PolicyError: gradients would be reduced in float16, with nobody looking for infinities.
-        """
-        fsdp.require_float32_storage(self.policy)
-        return fsdp.fsdp_policy(
-            self.policy,
-            compute=self.compute_dtype,
-            output=self.output_dtype if root else None,
-            cast_forward_inputs=cast_forward_inputs,
-        )
-
-    def fully_shard(
-        self, model: torch.nn.Module, units: Iterable[torch.nn.Module] = (), **kwargs: Any
-    ) -> torch.nn.Module:
-        """``torch.distributed.fsdp.fully_shard`` on units and then the model, in place, in the policy's dtypes.
-
-        Norm layers are gathered and computed in float32, modules under a rule in the rule's dtype: those of a unit form one
-        more group (one more gather) a dtype. Then make the optimizer, and call :meth:`prepare`.
-
-        Args:
-            model: the model, with float32 parameters.
-            units: the modules that are gathered and freed one after the other, such as ``model.layers``.
-            kwargs: ``mesh``, ``reshard_after_forward``, ``offload_policy`` and so on, for each call.
-
-        Returns:
-            The same model.
-
-        Raises:
-            UnsupportedError: ``param_dtype`` is low.
-            PolicyError: ``mp_policy`` is given, units are not the model's, or it is sharded already.
-        """
-        return fsdp.fully_shard(self.policy, model, units, **kwargs)
-
-    def register_comm_hook(self, ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
-        """Make a DDP model reduce its gradients in the policy's ``reduce_dtype``; :meth:`prepare` does it as well.
-
-        Gradients in that dtype need no hook. Wider ones are narrowed after they were divided, so that only a mean that
-        overflows does; the loss scaler sees the infinity. Low parameters' gradients are added up in the wider dtype.
-
-        Returns:
-            Whether a hook was needed.
-
-        Raises:
-            PolicyError: not a DDP model, a hook is there already, or float16 without loss scaling.
-            UnsupportedError: the model has a ``mixed_precision`` of DDP's own.
-        """
-        return register_comm_hook(self.policy, ddp)
-
-    def nonfinite_gradients(self, *optimizers: torch.optim.Optimizer) -> list[NonFiniteTensor]:
-        """The first gradients of optimizers that hold NaN or infinity, on any rank. Reads the device; all ranks call it."""
-        found: list[NonFiniteTensor] = []
-        for optimizer in optimizers:
-            native = getattr(optimizer, "_precision_inner", optimizer)
-            groups = groups_of_optimizer(native, self.process_group)
-            found += nonfinite_tensors(named_gradients([native]), groups)
-        return found
 
     def grad_scaler(self, *, process_group: Group = None) -> PrecisionGradScaler:
         """A new ``torch.amp.GradScaler`` that follows the policy's loss scale; disabled with mode ``none``.
@@ -330,7 +259,7 @@ class TorchPolicy(BoundPolicy):
             if norm is None and value is None and isinstance(optimizer, ScaledOptimizer):
                 norm, value = optimizer.clip_norm, optimizer.clip_value
             if norm is not None or value is not None:
-                if len(optimizers) == 1:
+                if len(optimizers) == 1 or not scaler.is_unscaled(optimizer):
                     scaler.unscale_(optimizer)
                 clip(getattr(optimizer, "_precision_inner", optimizer), norm, value, scaler._flag(optimizer))
         results = [scaler.step(optimizer) for optimizer in optimizers]

@@ -75,18 +75,19 @@ def _shard_one(
 ) -> None:
     """Shard one unit; before it those of its modules that have a dtype of their own, one group (one gather) a dtype."""
     own = _dtype_of(policy, unit, paths[unit])
-    apart: dict[torch.dtype, list[torch.nn.Module]] = {}
+    apart: dict[tuple[torch.dtype, torch.dtype | None], list[torch.nn.Module]] = {}
     for module in unit.modules():
         if module is unit or module in taken or not list(module.parameters(recurse=False)):
             continue
         dtype = _dtype_of(policy, module, paths[module])
         if dtype is not own:
-            apart.setdefault(dtype, []).append(module)
-    for dtype, modules in apart.items():
-        native(modules, mp_policy=fsdp_policy(policy, compute=dtype, output=None), **kwargs)
+            # what follows a norm computes low; what a rule keeps in float32 (a head's logits) leaves in it
+            ruled = policy.rule_for(paths[module]) is not None
+            apart.setdefault((dtype, None if ruled else own), []).append(module)
+    for (dtype, leaves), modules in apart.items():
+        native(modules, mp_policy=fsdp_policy(policy, compute=dtype, output=leaves), **kwargs)
         taken.update(modules)
     taken.update(unit.modules())
-    # a unit in a dtype of its own casts its inputs to it, and the others get theirs from what comes before
     native(unit, mp_policy=fsdp_policy(policy, compute=own, output=output), **kwargs)
 
 

@@ -80,12 +80,18 @@ class PrecisionGradScaler(ScalerState):
     def unscale_all_(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """:meth:`unscale_` for several optimizers of an iteration, whose flags are agreed on in one collective.
 
-        Those that were unscaled already are left alone.
+        Those that were unscaled already, and those that call the scaler themselves, are left alone.
         """
         if not self._enabled:
             return
         natives = [_native(optimizer) for optimizer in optimizers]
-        self._unscale([each for each in natives if self._state_of(each)["stage"] is OptState.READY])
+        ready = [each for each in natives if self._state_of(each)["stage"] is OptState.READY]
+        if waiting := [each for each in ready if not _calls_the_scaler(each)]:
+            self._unscale(waiting)
+
+    def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer's gradients were unscaled in this iteration, and it has not stepped since."""
+        return self._enabled and self._state_of(_native(optimizer))["stage"] is OptState.UNSCALED
 
     def _unscale(self, optimizers: list[torch.optim.Optimizer]) -> None:
         for optimizer in optimizers:
@@ -139,8 +145,10 @@ class PrecisionGradScaler(ScalerState):
                     if grad is None:
                         continue
                     if kind is not None and isinstance(grad, kind):
-                        param.grad = grad = reduced(grad)
-                        grad = local(grad)
+                        whole = reduced(grad)
+                        if whole is not grad:
+                            param.grad = whole
+                        grad = local(whole)
                     if grad.dtype in LOW:
                         _refuse_low(grad, f"param_groups[{g}]['params'][{i}]")
                     if grad.is_conj() or grad.is_neg():  # lazy views, which cannot be written to
@@ -177,8 +185,7 @@ class PrecisionGradScaler(ScalerState):
             raise LossScaleError("step() was already called for this optimizer since the last update().")
         self._require_scaled("step()")
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if fused and "grad_scaler" in inspect.signature(optimizer.step).parameters:
-            # an older contract: the optimizer calls this scaler itself
+        if _calls_the_scaler(optimizer):
             state["guards"] = attachments(optimizer).guards
             value = optimizer.step(*args, grad_scaler=self, **kwargs)
             result = StepResult(value, found_inf=self._found_inf(state))
@@ -268,6 +275,12 @@ class PrecisionGradScaler(ScalerState):
 def _native(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer inside one of ours."""
     return getattr(optimizer, "_precision_inner", optimizer)
+
+
+def _calls_the_scaler(optimizer: Any) -> bool:
+    """Whether an optimizer is of an older contract: it gets the scaler, to call it itself."""
+    fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return fused and "grad_scaler" in inspect.signature(optimizer.step).parameters
 
 
 def _nonfinite(states: list[dict[str, Any]]) -> list[NonFiniteTensor]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from precision.formats import canonical_dtype
 from precision.loss_scale import LossScale
-from precision.parity.adapter import Array, OpResult, ParityAdapter, TrainResult, TrainSpec
+from precision.parity.adapter import Array, OpResult, ParityAdapter, ReplicaResult, ReplicaSpec, TrainResult, TrainSpec
 from precision.policy import PrecisionPolicy
 from precision_torch.dtypes import TORCH, dtype_name
 from precision_torch.parity_models import build, dump
@@ -46,6 +46,7 @@ class TorchParity(ParityAdapter):
     """The adapter; runs on the CPU, where all three frameworks meet."""
 
     name = "torch"
+    engines = ("ddp", "fsdp2", "all_reduce")
     saturates = frozenset({"float8_e4m3fn"})  # since 2.13: no NaN from overflow, not even from infinity
 
     def __init__(self, backend: TorchBackend, device: str = "cpu") -> None:
@@ -118,6 +119,14 @@ class TorchParity(ParityAdapter):
             run.losses, run.scales, run.skipped, float((predicted == spec.eval_labels).mean()),
             mp.scaler.state_dict(), run.step_seconds, dump(model, list(spec.weights)),
         )  # fmt: skip
+
+    def replicated(self, engine: str, specs: Sequence[ReplicaSpec]) -> list[ReplicaResult]:
+        """Several ranks, a process each; see :mod:`precision_torch.parity_replicas` for the engines."""
+        if engine not in self.engines:
+            return super().replicated(engine, specs)
+        from precision_torch.parity_replicas import replicated
+
+        return replicated(engine, specs)
 
 
 def _neutral(mp: Any, finite: Sequence[bool], start: Any) -> list[dict[str, float | int]]:

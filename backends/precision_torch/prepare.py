@@ -32,7 +32,7 @@ from precision_torch.engines import (
 from precision_torch.fsdp import differences
 from precision_torch.masters import AdoptOnLoad, MasterWeights
 from precision_torch.pins import NORMS, cast_output, pin
-from precision_torch.skipped_state import SkippedState, Which
+from precision_torch.skipped_state import SkippedState, Which, require_which
 
 
 @dataclasses.dataclass
@@ -57,8 +57,7 @@ def prepare(
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise PolicyError(f"mp.prepare takes torch.optim optimizers, not {type(optimizer).__name__}.")
-    if restore_on_skip not in ("batch_norm", "buffers", "nothing"):
-        raise PolicyError(f"restore_on_skip is 'batch_norm', 'buffers' or 'nothing', not {restore_on_skip!r}.")
+    require_which(restore_on_skip)
     if optimizers:
         policy.require_trainable()
     whole, model = model, unwrapped(model)

@@ -5,14 +5,27 @@ BatchNorm's running statistics, and the skipped step alone would not take them b
 from __future__ import annotations
 
 import weakref
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from precision.errors import PolicyError
+from precision.policy import Rule
+from precision_torch.engines import canonical
 
-Which = Literal["batch_norm", "buffers", "nothing"]
+Which: TypeAlias = Literal["batch_norm", "buffers", "nothing"] | Sequence[str]
+"""What a skipped step takes back; a sequence names buffers by pattern, and may have ``"batch_norm"`` among them."""
+
+
+def require_which(which: Any) -> None:
+    """Refuse what says of no buffers whether they come back. Raises ``PolicyError``."""
+    names = isinstance(which, (list, tuple)) and which and all(isinstance(name, str) and name for name in which)
+    if not names and which not in ("batch_norm", "buffers", "nothing"):
+        raise PolicyError(
+            f"restore_on_skip is 'batch_norm', 'buffers', 'nothing' or a list of buffer names or patterns, not {which!r}."
+        )
 
 
 class SkippedState:
@@ -23,17 +36,22 @@ class SkippedState:
 
     Args:
         model: the model.
-        which: ``"batch_norm"`` (running statistics of BatchNorm and InstanceNorm), or ``"buffers"`` (all buffers).
+        which: ``"batch_norm"`` (running statistics of BatchNorm and InstanceNorm), ``"buffers"`` (all buffers), or names
+            and patterns of buffers as module rules have them (``"queue"``, ``"encoder.*.ema"``), ``"batch_norm"`` among
+            them if statistics shall come back as well.
+
+    Raises:
+        PolicyError: a pattern matches no buffer; names those there are.
     """
 
     def __init__(self, model: torch.nn.Module, which: Which) -> None:
         self.model = weakref.ref(model)
+        chosen = _chosen(model, which)
         self._where = [
             (module, name)
             for module in model.modules()
-            if which == "buffers" or isinstance(module, _NormBase)
             for name, buffer in module._buffers.items()
-            if buffer is not None and not _expanded(buffer)
+            if buffer is not None and not _expanded(buffer) and (id(module), name) in chosen
         ]
         self._saved: dict[tuple[torch.device, torch.dtype], tuple[tuple[int, ...], torch.Tensor]] = {}
         self.refresh()
@@ -109,6 +127,31 @@ class SkippedState:
             (device, dtype): (indices, torch.cat([saved[i].to(device=device, dtype=dtype) for i in indices]))
             for (device, dtype), (indices, _) in current.items()
         }
+
+
+def _chosen(model: torch.nn.Module, which: Which) -> set[tuple[int, str]]:
+    """The buffers that come back, by module and name."""
+    paths = {
+        (id(module), name): canonical(f"{prefix}.{name}" if prefix else name)
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    }
+    if which == "buffers":
+        return set(paths)
+    patterns = ["batch_norm"] if isinstance(which, str) else list(which)
+    found: set[tuple[int, str]] = set()
+    for pattern in patterns:
+        if pattern == "batch_norm":
+            found |= {(id(m), name) for m in model.modules() if isinstance(m, _NormBase) for name in m._buffers}
+            continue
+        rule = Rule(module=pattern, dtype="float32")
+        matched = {key for key, path in paths.items() if rule.matches(path)}
+        if not matched:
+            have = ", ".join(paths.values()) or "none"
+            raise PolicyError(f"restore_on_skip: no buffer matches {pattern!r}. The model's buffers: {have}.")
+        found |= matched
+    return found
 
 
 def _expanded(tensor: torch.Tensor) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import pickle
 import signal
@@ -73,8 +72,8 @@ def run_ranks(
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="precision-ranks-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        call = (function.__module__, function.__qualname__, count, port, tuple(args), list(sys.path))
-        (folder / "call").write_bytes(pickle.dumps(call))
+        call = pickle.dumps((function, count, port, tuple(args)))  # the function by its name
+        (folder / "call").write_bytes(pickle.dumps((list(sys.path), call)))
         ranks = []
         for rank in range(count):
             log = stack.enter_context((folder / f"log{rank}").open("wb"))
@@ -152,12 +151,9 @@ def _log(folder: Path, rank: int) -> str:
 def _rank(folder: str, rank: int) -> None:
     """What each process runs."""
     result = Path(folder) / f"result{rank}"
-    module, name, world, port, args, path = pickle.loads((Path(folder) / "call").read_bytes())
-    sys.path[:] = path
+    sys.path[:], call = pickle.loads((Path(folder) / "call").read_bytes())
     try:
-        function: Any = importlib.import_module(module)
-        for part in name.split("."):
-            function = getattr(function, part)
+        function, world, port, args = pickle.loads(call)
         content = pickle.dumps((True, function(rank, world, port, *args)))
     except BaseException as error:  # noqa: BLE001 - told to the parent
         traceback.print_exc()

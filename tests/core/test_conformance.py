@@ -10,6 +10,7 @@ from precision.loss_scale import next_state
 from precision.testing.conformance import CHECKS, run
 from precision.testing.conformance.kit import NotConformingError
 from tests.core.numpy_backend import NumpyBackend, NumpyLossScaler, NumpyParity, NumpyPolicy
+from tests.kit_in_pytest import run_kit
 
 
 def backend(scaler=None, policy=None, adapter=None, **members):
@@ -139,3 +140,9 @@ def test_adapters_train_all_models_unless_they_say_otherwise():
     from precision.parity.models import MODELS
 
     assert ParityAdapter.models == MODELS
+
+
+def test_pytest_runs_it_for_a_class_that_is_not_registered(tmp_path):
+    done = run_kit(tmp_path, "tests.core.numpy_backend:NumpyBackend", timeout=120)
+    assert "15 passed, 3 skipped" in done.stdout, done.stdout
+    assert "the backend does not train" in done.stdout

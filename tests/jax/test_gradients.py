@@ -314,3 +314,15 @@ class TestFloat32DataMeetsLowParameters:
     def test_cast_at_the_boundary_only_it_promotes_as_jax_does(self):
         loss, _ = bind(BF16).value_and_grad(self.loss_fn, cast_argnums=0)(self.params, self.x * 1.0001)
         assert float(loss) != float(jnp.bfloat16(float(loss)))
+
+
+def test_a_reduce_dtype_that_cannot_take_effect_or_would_overflow_unseen_is_told():
+    def loss_fn(w):
+        return (w**2).sum()
+
+    mp = precision.bind(FP16.with_(reduce_dtype="bfloat16"), backend="jax")
+    with pytest.warns(PrecisionWarning, match="reduce_dtype bfloat16 has no effect without axis_name"):
+        mp.value_and_grad(loss_fn)
+    unscaled = precision.bind(precision.PrecisionPolicy(reduce_dtype="float16"), backend="jax")
+    with pytest.raises(precision.PolicyError, match="reduce_dtype float16 with loss_scale.mode none"):
+        unscaled.value_and_grad(loss_fn, axis_name="data")

@@ -10,8 +10,8 @@ from .conftest import ROOT
 
 # What belongs to one framework, by import name.
 OWNED = {
-    "torch": {"torch", "torchvision", "torchaudio", "torchao", "lightning", "pytorch_lightning", "accelerate", "apex",
-              "deepspeed", "transformers"},
+    "torch": {"torch", "torchvision", "torchaudio", "torchao", "lightning", "pytorch_lightning", "lightning_fabric",
+              "accelerate", "apex", "deepspeed", "transformers"},
     "tensorflow": {"tensorflow", "keras", "tf_keras"},
     "jax": {"jax", "jaxlib", "optax", "flax", "equinox", "haiku", "orbax", "chex", "jmp", "mpx"},
 }  # fmt: skip
@@ -77,10 +77,21 @@ def test_the_core_imports_no_framework_and_no_backend() -> None:
     assert breaches(ROOT / "precision", {*BACKENDS.values(), *set().union(*OWNED.values())}) == []
 
 
-def test_only_the_registry_imports_by_name() -> None:
+BY_NAME = {
+    "precision/registry.py": "backends, from its table and entry points",
+    "precision/interop/targets.py": "files of precision.interop, from its table",
+}
+
+
+def test_only_these_import_by_name() -> None:
     found = breaches(ROOT / "precision", {IMPORT_BY_NAME})
-    assert found
-    assert {line.split(":")[0] for line in found} == {"precision/registry.py"}
+    assert {line.split(":")[0] for line in found} == set(BY_NAME)
+
+
+def test_the_targets_are_files_of_the_core() -> None:
+    from precision.interop import targets
+
+    assert {path.rpartition(".")[0] for path in targets._TARGETS.values()} == {"precision.interop"}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -89,3 +100,18 @@ def test_no_backend_imports_another_or_its_framework(backend: str) -> None:
     assert list(folder.rglob("*.py"))
     others = set(OWNED) - {backend}
     assert breaches(folder, {BACKENDS[o] for o in others} | set().union(*(OWNED[o] for o in others))) == []
+
+
+# What a backend's own package must not import by itself: only whoever imports the module with the drop-in object asks for it.
+OTHERS_PACKAGES = {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "deepspeed", "transformers"}
+
+
+def test_importing_the_backend_imports_no_drop_in_objects() -> None:
+    folder = ROOT / "backends" / "precision_torch"
+    asking = {line.split(":")[0].rpartition("/")[2].removesuffix(".py") for line in breaches(folder, OTHERS_PACKAGES)}
+    assert "lightning_plugin" in asking
+    for path in sorted(folder.glob("*.py")):
+        if path.stem not in asking:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+            assert not {f"precision_torch.{name}" for name in asking} & modules, path.name

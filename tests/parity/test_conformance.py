@@ -1,41 +1,25 @@
 """The three built-in backends pass the conformance kit as a third party runs it, and its training checks can fail."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from precision.testing.conformance import run
+from tests.kit_in_pytest import run_kit
 from tests.parity.conftest import BACKENDS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BACKENDS)
 def test_conforms(name, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-rs",
-        "-p",
-        "no:cacheprovider",
-        "--pyargs",
-        "precision.testing.conformance",
-    ]
-    env = {**os.environ, "PRECISION_BACKEND": name, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280)
+    done = run_kit(tmp_path, name)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "18 passed" in done.stdout and "skipped" not in done.stdout
 
 
 def test_without_a_backend_pytest_says_what_to_set(tmp_path):
-    command = [sys.executable, "-m", "pytest", "-q", "--pyargs", "precision.testing.conformance"]
-    env = {k: v for k, v in os.environ.items() if k != "PRECISION_BACKEND"} | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    done = run_kit(tmp_path, timeout=120)
     assert done.returncode != 0
     assert "PRECISION_BACKEND=NAME pytest --pyargs" in done.stdout
 
@@ -82,3 +66,17 @@ def test_the_checks_on_training_can_fail(only, change, says):
     report = run(spoilt(change), only=only, steps=12)
     assert [result.outcome for result in report.results] == ["failed"]
     assert says in report.results[0].message
+
+
+def test_a_backend_that_trains_in_float16_without_a_loss_scale_is_found():
+    from precision_torch import TorchBackend
+    from precision_torch.parity import TorchParity
+
+    class Side(TorchParity):
+        def train(self, spec):  # does as if it had trained
+            return spec.weights
+
+    backend = type("Careless", (TorchBackend,), {"parity": lambda self: Side(self)})()
+    report = run(backend, only="float16 computation without loss scaling")
+    assert [result.outcome for result in report.results] == ["failed"]
+    assert "must raise PolicyError" in report.results[0].message

@@ -41,6 +41,29 @@ def step(mp, model, optimizer, x):
 GOOD, BAD = torch.tensor([[1.0, 2.0], [3.0, 5.0]]), torch.tensor([[1.0, math.inf], [3.0, 5.0]])
 
 
+def test_buffers_come_back_by_name_beside_the_statistics_or_alone():
+    for which, back, stay in (
+        (["batch_norm", "calls"], {"calls", "layers.1.running_mean", "layers.2.running_var"}, set()),
+        (["calls"], {"calls"}, {"layers.1.num_batches_tracked"}),
+        (["layers.*.num_*"], {"layers.1.num_batches_tracked", "layers.2.num_batches_tracked"}, {"calls"}),
+    ):
+        mp, model, optimizer = make(restore_on_skip=which)
+        assert step(mp, model, optimizer, GOOD).taken
+        before = buffers(model)
+        assert step(mp, model, optimizer, BAD).skipped
+        after = buffers(model)
+        for name in back:
+            assert torch.equal(after[name], before[name]), (which, name)
+        for name in stay:
+            assert not torch.equal(after[name], before[name]), (which, name)
+
+
+@pytest.mark.parametrize("which", [["nobody"], [], [1], "running_mean", ["calls", ""]])
+def test_a_name_that_means_no_buffer_is_refused(which):
+    with pytest.raises(PolicyError, match="restore_on_skip"):
+        make(restore_on_skip=which)
+
+
 def buffers(model):
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 

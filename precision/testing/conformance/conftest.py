@@ -5,11 +5,11 @@ An environment variable, because pytest does not read the options of a package t
 
 from __future__ import annotations
 
-import importlib
 import os
 
 import pytest
 
+from precision.registry import register_backend
 from precision.testing.conformance.kit import Kit, make_kit
 
 VARIABLE = "PRECISION_BACKEND"
@@ -21,5 +21,7 @@ def kit() -> Kit:
     name = os.environ.get(VARIABLE, "")
     if not name:
         raise pytest.UsageError(f"name the backend: {VARIABLE}=NAME pytest --pyargs precision.testing.conformance")
-    module, _, attribute = name.partition(":")
-    return make_kit(getattr(importlib.import_module(module), attribute)() if attribute else name)
+    if ":" in name:
+        register_backend(VARIABLE, name, replace=True)
+        name = VARIABLE
+    return make_kit(name)
