@@ -14,6 +14,7 @@ from precision import (
     MixedFrameworksError,
     PolicyError,
     PrecisionPolicy,
+    PrecisionWarning,
     Rule,
 )
 
