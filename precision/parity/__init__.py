@@ -2,6 +2,8 @@
 
 from precision.parity.adapter import (
     Array,
+    NetworkResult,
+    NetworkSpec,
     OpResult,
     ParityAdapter,
     ReplicaResult,
@@ -9,13 +11,18 @@ from precision.parity.adapter import (
     TrainResult,
     TrainSpec,
 )
+from precision.parity.autocast_cases import AUTOCAST_CASES, AutocastCase
 from precision.parity.cases import CASES, OpCase
 from precision.parity.models import MODELS, initial_weights
 
 __all__ = [
+    "AUTOCAST_CASES",
     "CASES",
     "MODELS",
     "Array",
+    "AutocastCase",
+    "NetworkResult",
+    "NetworkSpec",
     "OpCase",
     "OpResult",
     "ParityAdapter",

@@ -93,6 +93,48 @@ class TrainResult:
 
 
 @dataclasses.dataclass(frozen=True)
+class NetworkSpec:
+    """One forward and backward pass of a whole network under op-level autocast.
+
+    Attributes:
+        network: ``"resnet"``, ``"transformer"``, ``"lstm"`` or ``"unet"``; see :mod:`precision.parity.networks`.
+        policy: the policy it runs under, without a loss scale.
+        weights: float32 parameters and BatchNorm statistics by canonical name and layout.
+        inputs: float32, or int32 tokens.
+        labels: int32.
+        compiled: whether to compile it (``jax.jit``, ``tf.function``, ``torch.compile``) or run it op by op.
+    """
+
+    network: str
+    policy: PrecisionPolicy
+    weights: dict[str, Array]
+    inputs: Array
+    labels: Array
+    compiled: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class NetworkResult:
+    """What a pass did.
+
+    Attributes:
+        loss: the mean cross-entropy, float32.
+        logits: as float64.
+        gradients: of the loss with respect to each trained weight, canonical names and layouts, float32.
+        gradient_dtypes: the dtype in which each gradient arrived.
+        modules: NumPy dtype name of each module's result, by canonical module name, as it left the module.
+        saved_bytes: bytes of all distinct arrays kept for the backward pass, parameters and inputs themselves excluded.
+    """
+
+    loss: float
+    logits: Array
+    gradients: dict[str, Array]
+    gradient_dtypes: dict[str, str]
+    modules: dict[str, str]
+    saved_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class ReplicaSpec:
     """Steps of data-parallel training on several replicas, some of which overflow at some steps.
 
@@ -169,6 +211,23 @@ class ParityAdapter(abc.ABC):
             family: the op family to mark it with.
             inputs: NumPy arrays (dtypes of ``ml_dtypes`` included), passed to the op in order, as tensors of that dtype.
         """
+
+    def autocast_ops(self, mp: Any, calls: Sequence[tuple[str, Sequence[Array]]]) -> list[OpResult]:
+        """Run ops as the framework's users spell them under ``mp.autocast`` (see :mod:`precision.parity.autocast_cases`).
+
+        The results tell what was observed in what ran: ``input_dtypes`` are those in which each input is first consumed by
+        an op that computes, seen through casts and moves (of an input that is only moved: the dtype it leaves in; of integers
+        and bools: their own); two different ones are joined by ``+``, sorted. ``output_dtype`` is the op's own result's.
+
+        Args:
+            mp: a policy bound to this backend.
+            calls: a case's name and its inputs each; independent of each other, so they may be compiled together.
+        """
+        raise UnsupportedError(f"the adapter of backend {self.name!r} has no op-level autocast.")
+
+    def autocast_network(self, spec: NetworkSpec) -> NetworkResult:
+        """One forward and backward pass of a network under ``mp.autocast`` (see :mod:`precision.parity.networks`)."""
+        raise UnsupportedError(f"the adapter of backend {self.name!r} has no op-level autocast.")
 
     @abc.abstractmethod
     def round_to(self, values: Array, dtype: str) -> Array:

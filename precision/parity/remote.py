@@ -18,6 +18,8 @@ from precision.errors import PrecisionError
 from precision.loss_scale import LossScale
 from precision.parity.adapter import (
     Array,
+    NetworkResult,
+    NetworkSpec,
     OpResult,
     ParityAdapter,
     ReplicaResult,
@@ -78,6 +80,14 @@ class RemoteAdapter(ParityAdapter):
 
     def run_op(self, mp: Any, case: str, family: str, inputs: Sequence[Array]) -> OpResult:
         result: OpResult = self._call("run_op", PolicyOnly(mp.policy), case, family, list(inputs))
+        return result
+
+    def autocast_ops(self, mp: Any, calls: Sequence[tuple[str, Sequence[Array]]]) -> list[OpResult]:
+        results: list[OpResult] = self._call("autocast_ops", PolicyOnly(mp.policy), list(calls))
+        return results
+
+    def autocast_network(self, spec: NetworkSpec) -> NetworkResult:
+        result: NetworkResult = self._call("autocast_network", spec)
         return result
 
     def round_to(self, values: Array, dtype: str) -> Array:
