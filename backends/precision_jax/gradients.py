@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from precision.backend import check_leaf
-from precision.errors import LossScaleError, PolicyError
+from precision.errors import LossScaleError, PolicyError, PrecisionWarning
 from precision_jax.autocast import untouched
 from precision_jax.casting import cast_tree
 from precision_jax.leaves import dotted, is_castable, is_inexact, refuse_stateful_modules
