@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +14,7 @@ from rich.table import Table
 from precision.demo import DemoResult
 from precision.interop.base import Lost
 from precision.interop.convert import Difference
+from precision.ops import FAMILIES, OpEntry
 from precision.parity.tiers import TierResult
 
 
@@ -108,6 +109,16 @@ def show_backends(console: Console, found: Sequence[dict[str, Any]]) -> None:
             support = f"[{colour[c['support']]}]{c['support']}[/]"
             devices.add_row(name, c["device"], c["dtype"], support, escape(c["reason"]))
         console.print(devices)
+
+
+def show_ops(console: Console, found: Mapping[str, Sequence[OpEntry]]) -> None:
+    """The ops found in each backend's table."""
+    table = new_table("Ops", "backend", "op", "family", "treatment", "why")
+    for backend, entries in found.items():
+        for entry in entries:
+            treatment = FAMILIES[entry.family].treatment if entry.family else "untouched"
+            table.add_row(backend, entry.name, entry.family or "-", treatment, escape(entry.why))
+    console.print(table)
 
 
 def show_policy(console: Console, name: str, explained: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from precision.errors import MixedFrameworksError, PrecisionWarning, UnsupportedError
 from precision.loss_scale import LossScaler
+from precision.ops import OpEntry
 from precision.policy import PrecisionPolicy
 
 
@@ -115,6 +116,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def capabilities(self) -> list[Capability]:
         """What each visible device can do with each dtype of :data:`precision.formats.DTYPES`."""
+
+    def op_table(self) -> list[OpEntry]:
+        """Every op of the framework that op-level autocast knows, with its family, by name."""
+        raise UnsupportedError(f"backend {self.name!r} has no op-level autocast.")
 
     def parity(self) -> Any:
         """The backend's adapter for the parity suite (:class:`precision.parity.ParityAdapter`)."""

@@ -1,4 +1,4 @@
-"""The ``precision`` command: demo, parity, backends, show, convert, diff, schema. Each prints for people, or JSON with ``--json``."""
+"""The ``precision`` command: demo, parity, backends, ops, show, convert, diff, schema. Each prints for people, or JSON with ``--json``."""
 
 from __future__ import annotations
 
@@ -133,6 +133,33 @@ def backends(as_json: AsJson = False) -> None:
         from precision._show import show_backends
 
         show_backends(Console(), found)
+
+
+@app.command()
+def ops(
+    name: Annotated[str | None, typer.Argument(help="An op, as you call it: softmax, F.gelu, dot_general.")] = None,
+    backend: Only = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print all of it as a page.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Tell which family an op belongs to, and so what autocast does to it."""
+    from precision.coverage import coverage_page, look_up
+    from precision.registry import get_backend
+
+    with quiet_stderr():
+        tables = {each: get_backend(each).op_table() for each in _usable(backend)}
+    if markdown:
+        print(coverage_page(tables), end="")
+        return
+    found = look_up(tables, name.removeprefix("F.") if name else "")
+    if name and not any(found.values()):
+        raise PrecisionError(f"no op named {name!r} in {', '.join(tables)}. precision ops lists all.")
+    if as_json:
+        print(json.dumps({each: [dataclasses.asdict(entry) for entry in table] for each, table in found.items()}))
+        return
+    from precision._show import show_ops
+
+    show_ops(Console(), found)
 
 
 @app.command()

@@ -51,6 +51,23 @@ FAMILIES: dict[str, OpFamily] = {
 }
 """The families by name, in the order of the design."""
 
+
+@dataclasses.dataclass(frozen=True)
+class OpEntry:
+    """Where one op of a framework stands.
+
+    Attributes:
+        name: the framework's name for it.
+        family: its op family, or None for one that autocast leaves as it is.
+        why: the reason, where there is something to say: always for an op left as it is, and for one that computes but only
+            follows or promotes.
+    """
+
+    name: str
+    family: str | None
+    why: str = ""
+
+
 _WIDTH = {"float8_e4m3fn": 0, "float8_e5m2": 0, "bfloat16": 1, "float16": 1, "float32": 2, "float64": 3}
 
 
