@@ -36,8 +36,10 @@ def coverage_page(tables: Tables) -> str:
     lines = [
         "# Every op and its family",
         "",
-        "What op-level autocast does to each op of each framework. Made by `precision ops --markdown`; tests walk the public "
-        "namespaces of the frameworks and fail on an op that computes and is missing here.",
+        (
+            "What op-level autocast does to each op of each framework. Made by `precision ops --markdown`; tests walk the public "
+            "namespaces of the frameworks and fail on an op that computes and is missing here."
+        ),
         "",
         f"| family | treatment | why | {' | '.join(tables)} |",
         f"| --- | --- | --- |{' ---: |' * len(tables)}",
