@@ -28,12 +28,13 @@ is recorded under its name, in the dtype it leaves in.
     ``up2 = bilinear2x(bottom); dec2 = relu(conv(concat(up2, down2))); up1 = bilinear2x(dec2); dec1 = relu(conv(concat(up1, down1)));``
     ``head = conv1x1(dec1)``. All with biases. Bilinear with half-pixel centres.
 
-The loss is the mean softmax cross-entropy of the head's result with integer labels, float32.
+The loss is the mean softmax cross-entropy of the head's result with integer labels, float32. Module rules of the policy apply by
+these names (``block0.mlp``, ``stage1.*.conv1``), as module, layer or scope names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -177,12 +178,23 @@ def distance(a: dict[str, Array], b: dict[str, Array]) -> float:
 
 
 def tier_networks(
-    adapters: Sequence[ParityAdapter], network: str, policy: PrecisionPolicy, compiled: bool = True
+    adapters: Sequence[ParityAdapter],
+    network: str,
+    policy: PrecisionPolicy,
+    compiled: bool = True,
+    modules: Mapping[str, str] | None = None,
 ) -> TierResult:
     """A network on several backends: the same decision for every module, and gradients nearer to each other than to float32's.
 
     In float32 the backends must agree within ``1e-4`` (relative norm of the gradients), so that only rounding is compared; in
     the low dtype logits and gradients of any two backends may be no further apart than the further of them is from its own float32.
+
+    Args:
+        adapters: two or more.
+        network: its name.
+        policy: the policy.
+        compiled: whether to compile.
+        modules: dtypes of modules' results that the policy's rules make other than by default.
     """
     full = PrecisionPolicy()
     failures: list[str] = []
@@ -190,6 +202,7 @@ def tier_networks(
         {a.name: a.autocast_network(network_spec(network, each, compiled)) for a in adapters} for each in (full, policy)
     )
     expected = {n: policy.compute_dtype if d == "compute" else d for n, d in network_modules(network).items()}
+    expected |= modules or {}
     trained = {n for n in network_weights(network) if is_trained(n)}
     away: dict[str, tuple[float, float]] = {}
     for name, result in low.items():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from precision import PrecisionPolicy
+from precision import PrecisionPolicy, Rule
 from precision.ops import FAMILIES
 from precision.parity import AUTOCAST_CASES, OpResult, ParityAdapter
 from precision.parity.autocast_tiers import case_inputs, tier_autocast
@@ -55,6 +55,14 @@ def test_whole_networks_agree(adapters, network, policy):
 @pytest.mark.parametrize("network", ["transformer", "lstm"])
 def test_networks_that_are_not_compiled_agree(adapters, network):
     result = tier_networks(adapters, network, LOW["mixed_bfloat16"], compiled=False)
+    assert result.passed, result.failures
+
+
+def test_rules_for_modules_mean_the_same(adapters):
+    rules = [{"module": "block0.mlp", "dtype": "float32"}, {"module": "block1.norm?", "dtype": "bfloat16"}]
+    policy = LOW["mixed_bfloat16"].with_(rules=[Rule(**rule) for rule in rules])
+    ruled = {"block0.mlp": "float32", "block1.norm1": "bfloat16", "block1.norm2": "bfloat16"}
+    result = tier_networks(adapters, "transformer", policy, modules=ruled)
     assert result.passed, result.failures
 
 
