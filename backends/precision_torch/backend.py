@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from precision.backend import Backend, Capability, require_supported
+from precision.errors import PolicyError
 from precision.policy import PrecisionPolicy
 from precision_torch.agreement import Group
 from precision_torch.bound import TorchPolicy
@@ -25,7 +26,12 @@ class TorchBackend(Backend):
     framework = "torch"
 
     def bind(
-        self, policy: PrecisionPolicy, *, device: torch.device | str | None = None, process_group: Group = None
+        self,
+        policy: PrecisionPolicy,
+        *,
+        device: torch.device | str | None = None,
+        process_group: Group = None,
+        native_autocast: bool = False,
     ) -> TorchPolicy:
         """Tie a policy to a device, and to the ranks that train together.
 
@@ -35,14 +41,18 @@ class TorchBackend(Backend):
             process_group: the ranks that agree on whether a step overflowed: a process group or a device mesh; None for
                 those found from the model and its parameters, at each step (all ranks, where nothing else tells);
                 ``"none"`` for every process by itself.
+            native_autocast: leave the decisions of ``mp.autocast`` to ``torch.autocast`` and its lists, which depend on the
+                device. Here, and not an argument of ``mp.autocast``, since trainers and plugins enter that for you.
 
         Raises:
             UnsupportedError: the device is not there, or cannot do what the policy asks.
-            PolicyError: ``process_group`` is none.
+            PolicyError: ``process_group`` is none, or ``native_autocast`` neither True nor False.
         """
+        if not isinstance(native_autocast, bool):
+            raise PolicyError(f"native_autocast must be True or False, not {native_autocast!r}.")
         where = resolve_device(device)
         require_supported(policy, capabilities_of(where), str(where))
-        return TorchPolicy(policy, self, where, process_group)
+        return TorchPolicy(policy, self, where, process_group, native_autocast)
 
     def versions(self) -> dict[str, str]:
         """The version of torch."""

@@ -36,6 +36,7 @@ class TorchPolicy(SeveralDevices, BoundPolicy):
         backend: the backend.
         device: the device it is bound to.
         process_group: who agrees on overflows, if that was given.
+        native_autocast: whether ``autocast`` leaves the decisions to ``torch.autocast``.
         loss_scaler: the neutral loss scaler, with explicit state.
 
     Example:
@@ -51,13 +52,19 @@ class TorchPolicy(SeveralDevices, BoundPolicy):
     """
 
     def __init__(
-        self, policy: PrecisionPolicy, backend: TorchBackend, device: torch.device, process_group: Group = None
+        self,
+        policy: PrecisionPolicy,
+        backend: TorchBackend,
+        device: torch.device,
+        process_group: Group = None,
+        native_autocast: bool = False,
     ) -> None:
         require_group(process_group)
         self.policy = policy
         self.process_group = process_group
         self.backend = backend
         self.device = device
+        self.native_autocast = native_autocast
         self.loss_scaler = TorchLossScaler(policy.loss_scale, device, process_group)
         self.param_dtype = TORCH[policy.param_dtype]
         self.compute_dtype = TORCH[policy.compute_dtype]
@@ -70,14 +77,18 @@ class TorchPolicy(SeveralDevices, BoundPolicy):
 
     # ---- regions ------------------------------------------------------------------------------------------------
 
-    def autocast(self, fn: Callable[..., Any] | None = None, *, cache_enabled: bool = False) -> Any:
-        """``torch.autocast`` to the policy's compute dtype: a context manager and a decorator.
+    def autocast(
+        self, fn: Callable[..., Any] | None = None, *, enabled: bool = True, cache_enabled: bool = False
+    ) -> Any:
+        """``torch.autocast`` by the policy: a context manager and a decorator, op by op as the table and the rules say.
 
-        Device and dtype are always given. Under a float32 policy it is switched off, so that an outer autocast does not
-        reach in.
+        Native autocasting does what its list for the device has right; what the list leaves out or has otherwise is made up
+        for. A policy bound with ``native_autocast=True`` leaves all decisions to ``torch.autocast``. Under a policy in which
+        nothing computes low it is switched off, so that an outer autocast does not reach in.
 
         Args:
             fn: a function to decorate at once.
+            enabled: False switches autocasting off for the length of the region.
             cache_enabled: whether a weight's low-precision copy is kept for the length of the region. Off unless asked
                 for: the copy goes stale when the weight is updated inside the region, and gradients of a weight used
                 several times would add up in low precision.
@@ -85,8 +96,11 @@ class TorchPolicy(SeveralDevices, BoundPolicy):
         Returns:
             A ``torch.autocast``; the decorated function if ``fn`` was given.
         """
-        self._warn_of_families("torch.autocast keeps its own lists")
-        region = regions.autocast_on(self._device_type, self.compute_dtype, cache_enabled)
+        if self.native_autocast:
+            self._warn_of_families("torch.autocast keeps its own lists")
+        region = regions.autocast_on(
+            self.policy, self._device_type, enabled=enabled, cache=cache_enabled, native=self.native_autocast
+        )
         return region if fn is None else region(fn)
 
     def island(self, dtype: Any = "float32") -> regions.Island:

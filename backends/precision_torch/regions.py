@@ -11,24 +11,43 @@ import torch
 
 from precision.ops import canonical_family, decide
 from precision.policy import PrecisionPolicy
+from precision_torch.autocast_mode import TableMode, mode_for, swap_in, swap_out, table
 from precision_torch.dtypes import NAME, TORCH, castable, dtype_name
+from precision_torch.op_plan import native_dtype
 from precision_torch.tree import cast_tree, map_tensors, tensors_of
 
 
 class Autocast(torch.autocast):
-    """A ``torch.autocast`` whose decorated functions may call themselves, nest and run in threads.
+    """A ``torch.autocast`` that gives the table's decisions, where the native lists give others.
 
-    The native decorator enters one region for all calls, which forgets what was around the first of them: after a
-    function that calls itself, autocasting stays switched on.
+    Beside native autocasting it puts a :class:`~precision_torch.autocast_mode.TableMode` in force. It may be entered again
+    while it is open, and functions it decorates may call themselves, nest and run in threads. (The native decorator enters one
+    region for all calls, which forgets what was around the first of them: after a function that calls itself, autocasting
+    stays switched on.)
     """
 
-    def __init__(self, device_type: str, **settings: Any) -> None:
+    def __init__(self, device_type: str, mode: TableMode | None, **settings: Any) -> None:
         super().__init__(device_type, **settings)
+        self._mode = mode
         self._again = functools.partial(torch.autocast, device_type, **settings)
+        self._open: list[Any] = []
+
+    def __enter__(self) -> Any:
+        native = self._again()
+        native.__enter__()
+        self._open.append((native, *swap_in(self._mode)))
+        return self
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> Any:
+        native, outer, depth = self._open.pop()
+        swap_out(self._mode, outer, depth)
+        return native.__exit__(exc_type, exc_val, exc_tb)
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate a function: each call is a region of its own."""
-        again = self._again
+        if not callable(func):
+            raise TypeError(f"mp.autocast() decorates a function, not {type(func).__name__}")
+        again = functools.partial(_region, self.device, self._mode, self._again)
 
         @functools.wraps(func)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -38,12 +57,35 @@ class Autocast(torch.autocast):
         return run
 
 
-def autocast_on(device_type: str, dtype: torch.dtype, cache: bool) -> torch.autocast:
-    """``torch.autocast`` to a low dtype; switched off, whatever is around it, for float32."""
-    kind = torch.autocast if torch.compiler.is_compiling() else Autocast  # the compiler knows the native class
-    if dtype is torch.float32:
-        return kind(device_type, dtype=torch.get_autocast_dtype(device_type), enabled=False)
-    return kind(device_type, dtype=dtype, enabled=True, cache_enabled=cache)
+@contextlib.contextmanager
+def _region(device_type: str, mode: TableMode | None, native: Callable[[], torch.autocast]) -> Iterator[None]:
+    """The same in a form that the compiler traces."""
+    with native(), table(mode):
+        yield
+
+
+def autocast_on(
+    policy: PrecisionPolicy, device_type: str, *, enabled: bool, cache: bool, native: bool
+) -> Any:
+    """Autocasting as a policy says; switched off, whatever is around it, where nothing in it computes low.
+
+    Args:
+        policy: the policy.
+        device_type: the device type whose tensors are cast.
+        enabled: whether to switch it on, rather than off.
+        cache: whether a weight's low copy is kept for the length of the region.
+        native: whether to leave the decisions to ``torch.autocast``.
+    """
+    low = policy.compute_dtype if native else native_dtype(policy)
+    if not enabled or low in (None, "float32"):
+        settings = {"dtype": torch.get_autocast_dtype(device_type), "enabled": False}
+        mode = None
+    else:
+        settings = {"dtype": TORCH[str(low)], "enabled": True, "cache_enabled": cache}
+        mode = None if native else mode_for(policy, device_type)
+    if torch.compiler.is_compiling():
+        return _region(device_type, mode, functools.partial(torch.autocast, device_type, **settings))
+    return Autocast(device_type, mode, **settings)
 
 
 def autocast_off(device_type: str) -> torch.autocast:

@@ -1,0 +1,158 @@
+"""``TableMode``: the part of the table that ``torch.autocast`` does not do on a device, for the length of a region.
+
+A ``TorchFunctionMode`` sees every call of a torch function in the thread that entered it. Nearly all of them it hands on after
+one look into a dict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from precision.policy import PrecisionPolicy
+from precision_torch import recompute
+from precision_torch.op_plan import Plan, family_of, plan_for, treatment_of
+from precision_torch.op_treatments import (
+    BODIES,
+    cast_arguments,
+    cell,
+    floating,
+    in_range,
+    kept,
+    masked,
+    resize_family,
+    target_of,
+)
+
+
+class TableMode(TorchFunctionMode):
+    """Casts the inputs of the functions in a plan, and runs them without native autocasting.
+
+    It holds nothing that changes, so that one serves all regions of a plan, in all threads. Where native autocasting is
+    switched off (an island, ``torch.autocast(enabled=False)``, ``custom_fwd(cast_inputs=...)``), so is this.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.treatments = plan.treatments
+        self.number = plan.number
+        self.device_type = plan.device_type
+        self.enabled = plan.enabled
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():
+            treatment = treatment_of(self.number, function)
+        else:
+            treatment = self.treatments.get(function)
+        if kwargs is None:
+            kwargs = {}
+        if treatment is None or torch.is_autocast_enabled(self.device_type) != self.enabled:
+            return function(*args, **kwargs)
+        return self.treat(treatment, function, args, kwargs)
+
+    def treat(self, treatment: str, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function by its treatment."""
+        if not torch.compiler.is_compiling():
+            recompute.note(self, treatment)
+        if treatment == "grad_mode":
+            return function(*args, **kwargs)
+        if treatment == "cell":
+            with self:
+                return cell(function, args, kwargs)
+        if treatment == "body":
+            with self:
+                return BODIES[function](*args, **kwargs)
+        if kept(args, kwargs):
+            return function(*args, **kwargs)
+        device_type = self.device_type
+        if treatment == "attention":
+            target = target_of("compute", floating(args, device_type), device_type)
+            if target is not None:
+                args, kwargs = masked(function, args, kwargs, target)
+            treatment = "compute"
+        elif treatment == "constants":
+            args, kwargs = in_range(args, kwargs)
+            treatment = self.of("shape" if function != torch.where else "elementwise")
+        elif treatment == "resize":
+            treatment = self.of(resize_family(args, kwargs))
+        elif treatment == "quotient":
+            one = isinstance(args[1], (int, float)) and args[1] == 1
+            treatment = self.of("transcendental" if one else "elementwise")
+        args, kwargs = cast_arguments(treatment, device_type, args, kwargs)
+        if not self.enabled:
+            return function(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            with torch.autocast(device_type, dtype=torch.get_autocast_dtype(device_type), enabled=False):
+                return function(*args, **kwargs)
+        torch.set_autocast_enabled(device_type, False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_autocast_enabled(device_type, True)
+
+    def of(self, family: str) -> str:
+        """The treatment of a family: its dtype, or how its inputs meet."""
+        dtype = family_of(self.number, family)
+        return dtype if dtype is not None else "follow" if family == "shape" else "promote"
+
+
+@functools.lru_cache(maxsize=256)
+def _mode_for(plan: Plan) -> TableMode | None:
+    return TableMode(plan) if plan.treatments else None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def mode_for(policy: PrecisionPolicy, device_type: str, only: frozenset[str] | None = None) -> TableMode | None:
+    """The one mode of a policy's plan, see :func:`precision_torch.op_plan.plan_for`; None where nothing is to be done."""
+    return _mode_for(plan_for(policy, device_type, only))
+
+
+def swap_in(mode: TableMode | None) -> tuple[TableMode | None, int]:
+    """Put a mode in the place of the one that is in force, of which there is at most one.
+
+    The innermost region decides alone: an outer one would cast once more, by its own plan.
+
+    Returns:
+        The mode that was in force, and how many other modes are above it.
+    """
+    above: list[Any] = []
+    outer = None
+    for _ in range(torch._C._len_torch_function_stack()):
+        top = torch._C._pop_torch_function_stack()
+        if isinstance(top, TableMode):
+            outer = top
+            break
+        above.append(top)
+    depth = len(above)
+    while above:
+        torch._C._push_on_torch_function_stack(above.pop())
+    if mode is not None:
+        torch._C._push_on_torch_function_stack(mode)
+    return outer, depth
+
+
+def swap_out(mode: TableMode | None, outer: TableMode | None, depth: int) -> None:
+    """Undo :func:`swap_in`."""
+    if mode is not None:
+        torch._C._pop_torch_function_stack()
+    if outer is None:
+        return
+    above = [torch._C._pop_torch_function_stack() for _ in range(depth)]
+    torch._C._push_on_torch_function_stack(outer)
+    while above:
+        torch._C._push_on_torch_function_stack(above.pop())
+
+
+@contextlib.contextmanager
+def table(mode: TableMode | None) -> Iterator[None]:
+    """A mode in force for the length of a region, in the place of an outer one."""
+    outer, depth = swap_in(mode)
+    try:
+        yield
+    finally:
+        swap_out(mode, outer, depth)
