@@ -14,6 +14,8 @@ from jax import lax
 from precision.loss_scale import LossScale, LossScaleState, state_to_dict
 from precision.parity.adapter import (
     Array,
+    NetworkResult,
+    NetworkSpec,
     OpResult,
     ParityAdapter,
     ReplicaResult,
@@ -102,6 +104,19 @@ class JaxParity(ParityAdapter):
 
         out = jax.jit(run)(*(jnp.asarray(a) for a in inputs))
         return OpResult(tuple(seen), out.dtype.name, np.asarray(out).astype(np.float64))
+
+    def autocast_ops(self, mp: Any, calls: Sequence[tuple[str, Sequence[Array]]]) -> list[OpResult]:
+        """Run the calls in one program under ``mp.autocast``, compiled."""
+        from precision.registry import bind
+        from precision_jax.parity_ops import autocast_ops
+
+        return autocast_ops(bind(mp.policy, backend="jax"), calls)
+
+    def autocast_network(self, spec: NetworkSpec) -> NetworkResult:
+        """One pass of a network of plain functions under ``mp.autocast``."""
+        from precision_jax.parity_networks import autocast_network
+
+        return autocast_network(spec)
 
     def round_to(self, values: Array, dtype: str) -> Array:
         """Cast to a dtype and back, compiled."""

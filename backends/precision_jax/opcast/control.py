@@ -13,10 +13,11 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
+from precision_jax.opcast import marks
 from precision_jax.opcast.cache import body
 from precision_jax.opcast.contract import saving
 from precision_jax.opcast.notes import CASTABLE, F32, PLAIN, Note, castable, dtype_of
-from precision_jax.opcast.rewrite import Results, Rewriter, _widest, bind, handles
+from precision_jax.opcast.rewrite import Results, Rewriter, _widest, bind, handles, opaque
 
 
 def _dtypes(values: Sequence[Any]) -> tuple[Any, ...]:
@@ -161,14 +162,34 @@ def _shard_map(rw: Rewriter, eqn: Any, args: list[Any], notes: list[Note], scope
     return results, [PLAIN] * len(results)
 
 
+@handles("custom_linear_solve")
+def _linear_solve(rw: Rewriter, eqn: Any, args: list[Any], notes: list[Note], scope: tuple[str, ...]) -> Results:
+    """In float32, whatever it was traced in: the functions inside are each other's inverse and transpose."""
+    if all(v.aval.dtype not in CASTABLE or v.aval.dtype == F32 for v in eqn.invars):
+        return opaque(rw, eqn, args, notes, scope)
+    fixed = rw.fixed()
+
+    def in_float32(closed: Any) -> Any:
+        dtypes = tuple(F32 if v.aval.dtype in CASTABLE else v.aval.dtype for v in closed.jaxpr.invars)
+        return body(fixed, closed, dtypes, (PLAIN,) * len(dtypes), scope, atleast=(F32,) * len(closed.out_avals))[0]
+
+    jaxprs = type(eqn.params["jaxprs"])(*(None if j is None else in_float32(j) for j in eqn.params["jaxprs"]))
+    args = [lax.convert_element_type(x, F32) if castable(x) else x for x in args]
+    results = bind(eqn, args, jaxprs=jaxprs)
+    return results, [PLAIN] * len(results)
+
+
 @handles("convert_element_type")
 def _convert(rw: Rewriter, eqn: Any, args: list[Any], notes: list[Note], scope: tuple[str, ...]) -> Results:
-    """An author's cast. To float32 from a lower dtype it begins an island; to a lower dtype it ends one."""
+    """An author's cast. To float32 from a lower dtype it begins an island; to a lower dtype it ends one.
+
+    Casts that JAX makes by itself, in promoting and around its sums, are not: the rewriting decides on these.
+    """
     del rw, scope
     (x,), (note,) = args, notes
     have, want = getattr(eqn.invars[0].aval, "dtype", None), np.dtype(eqn.params["new_dtype"])
     if have in CASTABLE and want in CASTABLE:
-        if have == want:  # only a weak type is dropped
+        if have == want or not marks.authored(eqn):  # have == want: only a weak type is dropped
             return [x], [note]
         if want == F32:
             return [_start([x], [want])[0]], [note._replace(pinned=0 if note.weak else 2)]

@@ -18,7 +18,7 @@ FAMILY: dict[str, str] = _table(
         psum psum_invariant reduce_scatter symmetric_product
     """,
     transcendental="""
-        exp exp2 expm1 log log1p pow integer_pow rsqrt tan acos acosh asin cosh sinh
+        exp exp2 expm1 log log1p pow integer_pow square rsqrt tan acos acosh asin cosh sinh
         erf_inv lgamma digamma polygamma zeta igamma igammac igamma_grad_a
         regularized_incomplete_beta bessel_i0e bessel_i1e
     """,
@@ -27,7 +27,7 @@ FAMILY: dict[str, str] = _table(
         tridiagonal_solve triangular_solve fft
     """,
     elementwise="""
-        add add_any sub mul div rem neg abs sign max min square sqrt cbrt logistic tanh erf erfc sin cos
+        add add_any sub mul div rem neg abs sign max min sqrt cbrt logistic tanh erf erfc sin cos
         asinh atan atan2 atanh floor ceil round nextafter clamp select_n is_finite
         eq ne lt le gt ge eq_to lt_to le_to concatenate stack dynamic_update_slice reduce_precision
     """,
@@ -43,7 +43,6 @@ FAMILY: dict[str, str] = _table(
 """Families by primitive name."""
 
 WHY: dict[str, str] = {
-    "square": "the elementwise x * x; where it is summed, the sum asks for float32",
     "sqrt": "torch.autocast leaves it: it shrinks what it is given",
     "tanh": "bounded; torch.autocast leaves it",
     "logistic": "bounded; torch.autocast leaves sigmoid",
@@ -129,7 +128,7 @@ ENTERED: dict[str, str] = {
     "jit": "entered", "closed_call": "entered", "call": "entered", "core_call": "entered", "remat2": "entered, policy kept",
     "scan": "entered, carries to a fixed point", "while": "entered, carries to a fixed point",
     "cond": "entered, branches agree", "custom_jvp_call": "entered, rule kept", "custom_vjp_call": "entered, rule kept",
-    "shard_map": "entered", "convert_element_type": "an author's cast is obeyed",
+    "shard_map": "entered", "custom_linear_solve": "float32, the functions inside too", "convert_element_type": "an author's cast is obeyed; JAX's own are not needed",
 }  # fmt: skip
 """Primitives with a rule of their own in :mod:`precision_jax.opcast`."""
 
@@ -147,7 +146,7 @@ OPAQUE: dict[str, str] = {
     ),
     **dict.fromkeys(("pure_callback", "io_callback", "debug_callback", "debug_print", "inspect_sharding", "check"),
                     "Python on the host sees the dtypes it declares"),
-    **dict.fromkeys(("custom_linear_solve", "linear_call", "custom_lin", "custom_vmap_call", "custom_transpose_call"),
+    **dict.fromkeys(("linear_call", "custom_lin", "custom_vmap_call", "custom_transpose_call"),
                     "functions inside that must stay each other's derivative or inverse"),
     **dict.fromkeys(("reduce", "reduce_window", "select_and_scatter", "select_and_gather_add", "reduce_and", "reduce_or",
                      "reduce_xor"), "reduces with a function traced for its dtype, or integers"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import os
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +19,11 @@ import numpy as np
 from jax.extend import core as jex
 
 from precision.errors import PrecisionWarning
-from precision_jax.opcast import _private
+from precision_jax.opcast import _private, marks
 from precision_jax.opcast.closures import parts_of
 from precision_jax.opcast.families import CONTRACTIONS
 from precision_jax.opcast.notes import CASTABLE, F32
 
-_JAX = os.path.dirname(jax.__file__)
 _CASTS = frozenset(("astype", "asarray", "array", "convert_element_type", "promote_types"))
 _LIBRARIES = tuple(
     f"site-packages/{n}/" for n in ("jax", "flax", "equinox", "haiku", "optax", "numpy", "jaxlib", "precision_jax")
@@ -165,30 +163,14 @@ def _is_cast(eqn: Any) -> bool:
     return getattr(eqn.invars[0].aval, "dtype", None) in CASTABLE and np.dtype(eqn.params["new_dtype"]) in CASTABLE
 
 
-def _explicit(eqn: Any) -> bool:
-    """Whether a user's code asked for this cast, and not JAX's own promotion."""
-    codes = _private.codes(eqn)
-    inside = True
-    callee = ""
-    for code in codes:
-        inside = code.co_filename.startswith(_JAX)
-        if not inside:
-            break
-        callee = code.co_qualname if hasattr(code, "co_qualname") else code.co_name
-    return (not inside and callee.split(".")[-1] in _CALLED) or "astype" in callee
-
-
-_CALLED = frozenset(("astype", "_astype", "convert_element_type", "asarray", "array", "__call__", "meth", "op"))
-
-
 def _align(wide: Any, low: Any, found: dict[Any, Marks]) -> None:
     origin: dict[Any, tuple[Any, int]] = {}
     for eqn in low.eqns:
         if _is_cast(eqn):
             up = np.dtype(eqn.params["new_dtype"]) == F32
-            origin[eqn.outvars[0]] = (eqn.invars[0], (1 if up else -1) if _explicit(eqn) else 0)
+            origin[eqn.outvars[0]] = (eqn.invars[0], (1 if up else -1) if marks.authored(eqn) else 0)
 
-    def mark(atom: Any) -> int:
+    def found_on(atom: Any) -> int:
         while not isinstance(atom, jex.Literal) and atom in origin:
             atom, kind = origin[atom]
             if kind:
@@ -196,25 +178,25 @@ def _align(wide: Any, low: Any, found: dict[Any, Marks]) -> None:
         return 0
 
     same = len(wide.outvars) == len(low.outvars)
-    marks = Marks(results=tuple(map(mark, low.outvars)) if same else ())
+    told = Marks(results=tuple(map(found_on, low.outvars)) if same else ())
     for i, eqn, other in _pairs(wide, low):
         if [v.aval.shape for v in eqn.invars if hasattr(v.aval, "shape")] == [
             v.aval.shape for v in other.invars if hasattr(v.aval, "shape")
         ] and len(eqn.invars) == len(other.invars):
-            kinds = tuple(map(mark, other.invars))
+            kinds = tuple(map(found_on, other.invars))
             if any(kinds):
-                marks.operands[i] = kinds
+                told.operands[i] = kinds
         asked = other.params.get("preferred_element_type")
         if (
             eqn.primitive.name in CONTRACTIONS
             and asked == F32
             and all(getattr(v.aval, "dtype", F32) != F32 for v in other.invars[:2])
         ):
-            marks.wide.add(i)
+            told.wide.add(i)
         for one, two in zip(_inner(eqn), _inner(other), strict=False):
             _align(one, two, found)
-    if marks.operands or marks.wide or any(marks.results):
-        found[wide] = marks
+    if told.operands or told.wide or any(told.results):
+        found[wide] = told
 
 
 def _pairs(wide: Any, low: Any) -> Iterator[tuple[int, Any, Any]]:

@@ -14,7 +14,7 @@ import numpy as np
 from precision.errors import PolicyError
 from precision.ops import family_dtype
 from precision.policy import PrecisionPolicy, Rule
-from precision_jax.opcast import _private
+from precision_jax.opcast import _private, marks
 
 
 class Rules:
@@ -34,7 +34,7 @@ class Rules:
     def scope(self, prefix: tuple[str, ...], eqn: Any) -> tuple[str, ...]:
         """The scopes that an equation is in."""
         if not self.named:
-            return ()
+            return prefix  # nothing but marks
         found = prefix + _private.scopes(eqn.source_info.name_stack)
         if found:
             self.seen.update(_spellings(found))
@@ -92,8 +92,19 @@ def _dtype(name: str) -> np.dtype:
 
 def _spellings(scope: tuple[str, ...]) -> tuple[str, ...]:
     """A scope path as rules may read it: as it is, and without the outermost module, which frameworks leave out."""
-    parts = [part for name in scope for part in name.split("/")]
+    parts = [part for name in scope if name not in marks.INSIDE for part in name.split("/")]
     return (".".join(parts), *((".".join(parts[1:]),) if len(parts) > 1 else ()))
+
+
+class Fixed(Rules):
+    """Decisions for a region all of whose ops run in float32."""
+
+    def target(
+        self, family: str, scope: tuple[str, ...], paths: Sequence[str], islands: bool = False
+    ) -> np.dtype | None:
+        """Float32."""
+        del family, scope, paths, islands
+        return np.dtype("float32")
 
 
 class Following(Rules):

@@ -7,42 +7,71 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jex
 
-from precision_jax.opcast import _private
+from precision_jax.opcast import _private, marks
 from precision_jax.opcast.families import CONTRACTIONS, FAMILY, VIEW
 
-FLOAT32 = frozenset(n for n, f in FAMILY.items() if f in ("reduction", "transcendental", "linalg"))
+FLOAT32 = frozenset(("reduction", "transcendental", "linalg"))
 
 KNOWN: dict[tuple[str, str], str] = {
-    ("jax/_src/nn/functions.py", "softmax"): "softmax",
-    ("jax/_src/nn/functions.py", "_softmax"): "softmax",
-    ("jax/_src/nn/functions.py", "log_softmax"): "softmax",
-    ("jax/_src/nn/functions.py", "standardize"): "norm",
-    ("jax/_src/ops/special.py", "logsumexp"): "softmax",
-    ("jax/_src/nn/functions.py", "gelu"): "elementwise",
-    ("jax/_src/nn/functions.py", "softplus"): "transcendental",
-    ("jax/_src/numpy/reductions.py", "_var"): "norm",
+    (file, name): family
+    for family, file, names in (
+        ("softmax", "jax/_src/nn/functions.py", "softmax _softmax log_softmax"),
+        ("softmax", "jax/_src/ops/special.py", "logsumexp"),
+        ("norm", "jax/_src/nn/functions.py", "standardize"),
+        ("norm", "jax/_src/numpy/reductions.py", "_var"),
+        ("norm", "flax/linen/normalization.py", "_compute_stats _normalize _l2_normalize"),
+        ("norm", "flax/nnx/nn/normalization.py", "_compute_stats _normalize _l2_normalize"),
+        ("norm", "equinox/nn/_normalisation.py", "__call__"),
+        ("norm", "equinox/nn/_batch_norm.py", "__call__"),
+        ("norm", "haiku/_src/layer_norm.py", "__call__"),
+        ("norm", "haiku/_src/batch_norm.py", "__call__"),
+        ("norm", "haiku/_src/group_norm.py", "__call__"),
+        ("norm", "haiku/_src/rms_norm.py", "__call__"),
+        ("transcendental", "jax/_src/nn/functions.py", "softplus"),
+        ("transcendental", "jax/_src/lax/other.py", "logaddexp logaddexp2"),
+        ("reduction", "jax/_src/image/scale.py", "_scale_and_translate"),
+        ("elementwise", "jax/_src/nn/functions.py", "gelu silu sigmoid elu celu selu mish glu squareplus soft_sign"),
+    )
+    for name in names.split()
 }
 """Functions recognised by file and name, and their family. The elementwise ones compute in float32 inside, as kernels do,
 and give what they were given."""
 
-_NAMES = frozenset(name for _, name in KNOWN)
+LIBRARIES: dict[str, str] = {"optax/losses/": "loss"}
+"""Folders all of whose functions are of one family."""
+
+ATTENTION: tuple[tuple[str, str], ...] = tuple(
+    (file, name)
+    for file in (
+        "jax/_src/nn/functions.py",
+        "flax/linen/attention.py",
+        "flax/nnx/nn/attention.py",
+        "equinox/nn/_attention.py",
+    )
+    for name in ("dot_product_attention", "dot_product_attention_weights")
+)
+"""Functions whose matrix products are of the family ``attention``."""
+
+_NAMES = frozenset(name for _, name in (*KNOWN, *ATTENTION))
 
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """Consecutive equations of one known function."""
+    """Consecutive equations of one known function; ``traced_wide`` if they were traced in float32 throughout."""
 
     family: str
     start: int
     stop: int
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
+    traced_wide: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +79,21 @@ class Plan:
     """What was found in a jaxpr; equations are named by position.
 
     Attributes:
-        biased: contractions whose result a bias is added to, and the additions that do so.
+        biased: contractions whose result a bias is added to (also by way of a sum of such results).
+        additions: the additions that do so.
         asked: elementwise equations computed in float32 since all that use them are.
+        scores: products inside of an attention function whose results go to its softmax.
+        attention: equations inside of an attention function.
+        attentions: whole attention functions, by the position of their first equation.
         regions: by the position of their first equation.
     """
 
     biased: frozenset[int]
     additions: frozenset[int]
     asked: frozenset[int]
+    scores: frozenset[int]
+    attention: frozenset[int]
+    attentions: dict[int, Region]
     regions: dict[int, Region]
 
 
@@ -75,27 +111,74 @@ def plan(jaxpr: Any) -> Plan:
         if not isinstance(atom, jex.Literal):
             uses.setdefault(atom, []).append(-1)
     biased, additions = _biases(jaxpr, uses, made)
-    return Plan(biased, additions, _asked(jaxpr, uses, additions), _regions(jaxpr, uses))
+    regions = _regions(jaxpr, uses, made)
+    attention = frozenset(i for i, eqn in enumerate(jaxpr.eqns) if _attends(eqn))
+    wide = frozenset(i for r in regions.values() if r.family != "elementwise" for i in range(r.start, r.stop))
+    asked = _asked(jaxpr, uses, additions, wide, attention)
+    scores = frozenset(i for i in asked if jaxpr.eqns[i].primitive.name in CONTRACTIONS)
+    return Plan(biased, additions, asked - scores, scores, attention, _attentions(jaxpr, uses, attention), regions)
+
+
+def _attentions(jaxpr: Any, uses: dict[Any, list[int]], attention: frozenset[int]) -> dict[int, Region]:
+    found = {}
+    for start in sorted(attention):
+        if start - 1 in attention:
+            continue
+        stop = start
+        while stop in attention:
+            stop += 1
+        if any(jaxpr.eqns[i].primitive.name in CONTRACTIONS for i in range(start, stop)):
+            found[start] = _region(jaxpr, uses, "attention", start, stop)
+    return found
+
+
+def family_of(eqn: Any) -> str | None:
+    """The op family of an equation, from its primitive; ``1 / x`` is a reciprocal."""
+    if eqn.primitive.name == "div" and isinstance(eqn.invars[0], jex.Literal) and np.all(eqn.invars[0].val == 1):
+        return "transcendental"
+    return FAMILY.get(eqn.primitive.name)
 
 
 def _biases(jaxpr: Any, uses: dict[Any, list[int]], made: dict[Any, int]) -> tuple[frozenset[int], frozenset[int]]:
-    biased, additions = set(), set()
+    products: dict[Any, frozenset[int]] = {}  # values that are still a product (or a sum of products): which
+    biased: set[int] = set()
+    additions: set[int] = set()
     for i, eqn in enumerate(jaxpr.eqns):
-        if eqn.primitive.name not in CONTRACTIONS:
+        if not eqn.outvars:
             continue
-        var = eqn.outvars[0]
-        while (place := uses.get(var, [-1])) and len(place) == 1 and place[0] >= 0:
-            user = jaxpr.eqns[place[0]]
-            if user.primitive.name in VIEW and len(user.invars) == 1:
-                var = user.outvars[0]
-                continue
-            if user.primitive.name == "add" and place[0] not in additions:
-                other = user.invars[1] if user.invars[0] is var else user.invars[0]
-                if not isinstance(other, jex.Literal) and _is_row(jaxpr, other, made):
-                    biased.add(i)
-                    additions.add(place[0])
-            break
+        name, var = eqn.primitive.name, eqn.outvars[0]
+        once = len(uses.get(var, [])) == 1
+        found = [products.get(a) for a in eqn.invars if not isinstance(a, jex.Literal)]
+        if name in CONTRACTIONS and once:
+            products[var] = frozenset([i])
+        elif name in VIEW and len(eqn.invars) == 1 and found and found[0] and once:
+            products[var] = found[0]
+        elif name == "add" and len(found) == 2:
+            if found[0] and found[1]:  # an RNN's cell: two products, then the bias
+                if once:
+                    products[var] = found[0] | found[1]
+            elif found[0] or found[1]:
+                other = eqn.invars[1] if found[0] else eqn.invars[0]
+                if _is_row(jaxpr, other, made):
+                    these = found[0] or found[1] or frozenset()
+                    biased |= these
+                    additions.add(i)
+                    additions |= _sums(jaxpr, eqn, made, these)
     return frozenset(biased), frozenset(additions)
+
+
+def _sums(jaxpr: Any, eqn: Any, made: dict[Any, int], products: frozenset[int]) -> set[int]:
+    """The additions between several products and the addition of their bias."""
+    found: set[int] = set()
+    waiting = [made[a] for a in eqn.invars if not isinstance(a, jex.Literal) and a in made]
+    while waiting and len(products) > 1:
+        position = waiting.pop()
+        inner = jaxpr.eqns[position]
+        if inner.primitive.name == "add":
+            found.add(position)
+        if inner.primitive.name == "add" or inner.primitive.name in VIEW:
+            waiting += [made[a] for a in inner.invars if not isinstance(a, jex.Literal) and a in made]
+    return found
 
 
 def _is_row(jaxpr: Any, var: Any, made: dict[Any, int]) -> bool:
@@ -108,57 +191,96 @@ def _is_row(jaxpr: Any, var: Any, made: dict[Any, int]) -> bool:
     return var not in made and sum(size != 1 for size in var.aval.shape) <= 1 and var.aval.ndim > 0
 
 
-def _asked(jaxpr: Any, uses: dict[Any, list[int]], additions: frozenset[int]) -> frozenset[int]:
+def _asked(
+    jaxpr: Any, uses: dict[Any, list[int]], additions: frozenset[int], known: frozenset[int], attention: frozenset[int]
+) -> frozenset[int]:
     wide: set[Any] = set()  # results that are float32 whatever comes in
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name in FLOAT32 or (
-            (FAMILY.get(name) == "elementwise" or name in VIEW)
-            and any(not isinstance(a, jex.Literal) and a in wide for a in eqn.invars)
+    for i, eqn in enumerate(jaxpr.eqns):
+        if (
+            i in known
+            or family_of(eqn) in FLOAT32
+            or (
+                (family_of(eqn) == "elementwise" or _passes(eqn))
+                and any(not isinstance(a, jex.Literal) and a in wide for a in eqn.invars)
+            )
         ):
             wide.update(v for v in eqn.outvars if _floating(v))
     asked: set[int] = set()
     passing: set[int] = set()
     for i in reversed(range(len(jaxpr.eqns))):
         eqn = jaxpr.eqns[i]
-        name = eqn.primitive.name
-        if i in additions or not (name in VIEW or FAMILY.get(name) == "elementwise") or not _floating(eqn.outvars[0]):
+        candidate = family_of(eqn) == "elementwise" or (i in attention and eqn.primitive.name in CONTRACTIONS)
+        if not eqn.outvars or i in additions or not (candidate or _passes(eqn)) or not _floating(eqn.outvars[0]):
             continue
         places = [p for v in eqn.outvars for p in uses.get(v, [])]
-        if places and all(p >= 0 and _asks(jaxpr.eqns[p], p, eqn.outvars, wide, asked | passing) for p in places):
-            (passing if name in VIEW else asked).add(i)
+        wanting = asked | passing | known
+        if places and all(p >= 0 and _asks(jaxpr.eqns[p], p, eqn.outvars, wide, wanting) for p in places):
+            (passing if _passes(eqn) else asked).add(i)
     return frozenset(asked)
 
 
-def _asks(user: Any, place: int, results: Sequence[Any], wide: set[Any], asked: set[int]) -> bool:
-    name = user.primitive.name
-    if name in FLOAT32 or place in asked:
+def _passes(eqn: Any) -> bool:
+    """Whether an equation gives on what it is given: a view, a cast of JAX's own, elementwise functions compiled for themselves."""
+    name = eqn.primitive.name
+    if name == "convert_element_type":
+        return _floating(eqn.invars[0]) and _floating(eqn.outvars[0]) and not marks.authored(eqn)
+    if name == "jit":
+        inner = eqn.params["jaxpr"].jaxpr.eqns
+        return (
+            len(eqn.outvars) == 1
+            and 0 < len(inner) < 8
+            and all(family_of(e) == "elementwise" or _passes(e) for e in inner)
+        )
+    return name in VIEW
+
+
+def _asks(user: Any, place: int, results: Sequence[Any], wide: set[Any], asked: set[int] | frozenset[int]) -> bool:
+    if family_of(user) in FLOAT32 or place in asked:
         return True
     others = [a for a in user.invars if not isinstance(a, jex.Literal) and a not in results]
-    return FAMILY.get(name) == "elementwise" and any(a in wide for a in others)
+    return family_of(user) == "elementwise" and any(a in wide for a in others)
 
 
 def _floating(var: Any) -> bool:
     return hasattr(var.aval, "dtype") and jnp.issubdtype(var.aval.dtype, jnp.floating)
 
 
-def _known(eqn: Any) -> str | None:
-    found = None
+def _own(eqn: Any) -> Iterator[Any]:
+    """The code that an equation was traced in, innermost first, up to what called the function under autocast."""
     for code in _private.codes(eqn):
         if code.co_name == "flat" and code.co_filename.endswith("transform.py"):
-            break  # what called the function is no part of it
-        if code.co_name in _NAMES:  # the outermost counts: logsumexp inside of softmax is softmax
-            found = _family_of(code) or found
+            return
+        yield code
+
+
+def _attends(eqn: Any) -> bool:
+    return any(code.co_name in _NAMES and _place(code) == "attention" for code in _own(eqn))
+
+
+def _known(eqn: Any) -> str | None:
+    found = None
+    for code in _own(eqn):  # the outermost counts: logsumexp inside of softmax is softmax
+        family = _place(code)
+        found = family if family not in (None, "attention") else found
+    if found is None and eqn.primitive.name == "jit" and eqn.params["name"] in _NAMES:
+        found = next(iter(map(_known, eqn.params["jaxpr"].jaxpr.eqns)), None)  # a known function, compiled for itself
     return found
 
 
-@functools.lru_cache(maxsize=1024)
-def _family_of(code: Any) -> str | None:
+@functools.lru_cache(maxsize=8192)
+def _place(code: Any) -> str | None:
     path = code.co_filename.replace("\\", "/")
+    for folder, family in LIBRARIES.items():
+        if folder in path:
+            return family
+    if code.co_name not in _NAMES:
+        return None
+    if any(name == code.co_name and path.endswith(file) for file, name in ATTENTION):
+        return "attention"
     return next((f for (file, name), f in KNOWN.items() if name == code.co_name and path.endswith(file)), None)
 
 
-def _regions(jaxpr: Any, uses: dict[Any, list[int]]) -> dict[int, Region]:
+def _regions(jaxpr: Any, uses: dict[Any, list[int]], made: dict[Any, int]) -> dict[int, Region]:
     found = {}
     names = [_known(eqn) for eqn in jaxpr.eqns]
     start = 0
@@ -166,10 +288,46 @@ def _regions(jaxpr: Any, uses: dict[Any, list[int]]) -> dict[int, Region]:
         stop = start + 1
         while stop < len(names) and names[stop] == names[start]:
             stop += 1
-        if names[start] is not None and stop - start > 1:
+        if names[start] == "norm":
+            stop = _affine(jaxpr, uses, made, names, start, stop)
+        single = names[start] == "elementwise" or _holds_a_program(jaxpr.eqns[start])
+        if names[start] is not None and (stop - start > 1 or single):
             found[start] = _region(jaxpr, uses, names[start], start, stop)
         start = stop
     return found
+
+
+def _affine(
+    jaxpr: Any, uses: dict[Any, list[int]], made: dict[Any, int], names: list[str | None], start: int, stop: int
+) -> int:
+    """Where a norm ends if what follows it at once is its scale and its offset: one row each, multiplied and added."""
+    wanted = ["mul", "add"]
+    outputs = [v for e in jaxpr.eqns[start:stop] for v in e.outvars if any(p >= stop or p < 0 for p in uses.get(v, []))]
+    if len(outputs) != 1:
+        return stop
+    var, end = outputs[0], stop
+    for position in range(stop, len(jaxpr.eqns)):
+        eqn = jaxpr.eqns[position]
+        if names[position] is not None or len(uses.get(var, [])) != 1:
+            break
+        if eqn.primitive.name in VIEW and len(eqn.invars) == 1:
+            if eqn.invars[0] is var:
+                var = eqn.outvars[0]
+            elif eqn.invars[0] in made:
+                break  # not the view of a parameter
+            continue
+        if not wanted or eqn.primitive.name not in wanted or var not in eqn.invars:
+            break
+        other = eqn.invars[1] if eqn.invars[0] is var else eqn.invars[0]
+        if isinstance(other, jex.Literal) or not _is_row(jaxpr, other, made):
+            break
+        wanted = wanted[wanted.index(eqn.primitive.name) + 1 :]
+        var, end = eqn.outvars[0], position + 1
+    return end
+
+
+def _holds_a_program(eqn: Any) -> bool:
+    return eqn.primitive.name in ("jit", "custom_jvp_call")
 
 
 def _region(jaxpr: Any, uses: dict[Any, list[int]], family: str | None, start: int, stop: int) -> Region:
@@ -177,4 +335,5 @@ def _region(jaxpr: Any, uses: dict[Any, list[int]], family: str | None, start: i
     inside = {v for eqn in eqns for v in eqn.outvars}
     inputs = dict.fromkeys(a for eqn in eqns for a in eqn.invars if not isinstance(a, jex.Literal) and a not in inside)
     outputs = [v for eqn in eqns for v in eqn.outvars if any(p < start or p >= stop for p in uses.get(v, []))]
-    return Region(str(family), start, stop, tuple(inputs), tuple(outputs))
+    floats = [v.aval.dtype for eqn in eqns for v in (*eqn.invars, *eqn.outvars) if _floating(v)]
+    return Region(str(family), start, stop, tuple(inputs), tuple(outputs), all(d == np.float32 for d in floats))

@@ -5,6 +5,7 @@ Values carry their own dtypes; those that the jaxpr was traced with say what the
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from precision_jax.opcast.notes import (
     fits,
     literal_note,
 )
-from precision_jax.opcast.paths import Following, Rules
+from precision_jax.opcast.paths import Fixed, Following, Rules
 
 Results = tuple[list[Any], list[Note]]
 Handler = Callable[["Rewriter", Any, list[Any], list[Note], tuple[str, ...]], Results]
@@ -69,6 +70,12 @@ class Rewriter:
         other.mark = marks.FOLLOW
         return other
 
+    def fixed(self) -> Rewriter:
+        """The same for what runs in float32 throughout: known functions traced in a low dtype, linear solves."""
+        other = Rewriter(Fixed(self.rules.policy), self.recompute)
+        other.mark = self.mark
+        return other
+
     def key(self) -> Any:
         """What decides how a jaxpr is rewritten, besides its inputs; hashable."""
         return (
@@ -103,6 +110,7 @@ class _Frame:
     def __init__(self, rewriter: Rewriter, jaxpr: Any, prefix: tuple[str, ...]) -> None:
         self.rw, self.jaxpr, self.prefix = rewriter, jaxpr, prefix
         self.plan = patterns.plan(jaxpr)
+        self.attending = False
         self.values: dict[Any, Any] = {}
         self.notes: dict[Any, Note] = {}
         self.casts: dict[tuple[int, np.dtype], Any] = {}
@@ -145,7 +153,11 @@ class _Frame:
         eqn = self.jaxpr.eqns[position]
         with _private.where(eqn), eqn.ctx.manager:
             region = self.plan.regions.get(position)
-            if region is not None and marks.mark_of(eqn) is None and self.region(region):
+            free = marks.mark_of(eqn) is None and type(self.rw.rules) is Rules
+            whole = None if self.attending else self.plan.attentions.get(position)
+            if whole is not None and free and self.attention(whole):
+                return whole.stop
+            if region is not None and free and self.region(region):
                 return region.stop
             args, notes = [self.read(a) for a in eqn.invars], [self.note(a) for a in eqn.invars]
             args, notes = self.marked(self.islands.operands.get(position, ()), args, notes)
@@ -161,9 +173,11 @@ class _Frame:
                 return opaque(self.rw, eqn, args, notes, ())
             return _Frame(self.rw.following(), self.jaxpr, self.prefix).apply(position, eqn, args, notes)
         scope = self.rw.rules.scope(self.prefix, eqn)
+        if position in self.plan.attention and marks.ATTENTION not in scope:
+            scope = (*scope, marks.ATTENTION)
         if name in HANDLERS:
             return HANDLERS[name](self.rw, eqn, args, notes, scope)
-        family = FAMILY.get(name)
+        family = patterns.family_of(eqn)
         if family in _FOLDED and all(n.weak for n in notes) and all(v.aval.shape == () for v in eqn.outvars):
             folded = _fold(eqn, args, notes)
             if folded is not None:
@@ -224,24 +238,33 @@ class _Frame:
         pair = notes[:2]
         both = all(castable(x) for x in args[:2])
         kept = any(n.pinned == 2 for n in pair) or all(n.pinned for n in pair)
+        family = "attention" if family == "matmul" and marks.ATTENTION in scope else family
         target = self.rw.rules.target(family, scope, [n.path for n in pair], islands=kept)
         if not both or kept or target is None or target == F32 or _algorithm(eqn):
             args = [self.cast(x, F32, n) for x, n in zip(args, notes, strict=True)]
-            return bind(eqn, args), [Note(pinned=int(kept))]
+            changed = {"precision": None} if eqn.params.get("precision") in _OURS else {}
+            if both:  # what JAX chose for low operands would round the float32 sum
+                changed["preferred_element_type"] = F32
+            return bind(eqn, args, **changed), [Note(pinned=int(kept))]
         operands = [
             x if n.stored and x.dtype == F32 else self.cast(x, target, n) for x, n in zip(args[:2], pair, strict=True)
         ]
         keep = (pair[0].whole or args[0].dtype == target, pair[1].whole or args[1].dtype == target)
         wide = position in self.islands.wide  # the author's preferred_element_type
-        out = F32 if wide or position in self.plan.biased else target
-        value = contract(eqn.primitive, eqn.params, [*operands, *args[2:]], target, out, keep)
-        return [value], [Note(path=_ROUND + target.name) if out != target and not wide else PLAIN]
+        scores = position in self.plan.scores  # an attention's, which go to its softmax
+        out = F32 if wide or scores or position in self.plan.biased else target
+        params = {**eqn.params, "precision": None} if eqn.params.get("precision") in _OURS else eqn.params
+        value = contract(eqn.primitive, params, [*operands, *args[2:]], target, out, keep)
+        return [value], [Note(path=_ROUND + target.name) if position in self.plan.biased and not wide else PLAIN]
 
     def addition(self, eqn: Any, args: list[Any], notes: list[Note], scope: tuple[str, ...]) -> Results | None:
         """A bias added to a product's float32 sum, and the one rounding. None if it is no bias of that product after all."""
-        side = next((i for i, n in enumerate(notes) if n.path.startswith(_ROUND)), None)
-        if side is None:
+        sides = [i for i, n in enumerate(notes) if n.path.startswith(_ROUND)]
+        if not sides:
             return None
+        if len(sides) == 2:  # two products that one bias is added to: their sum waits for it
+            return bind(eqn, args), [notes[0]]
+        side = sides[0]
         low = np.dtype(notes[side].path[len(_ROUND) :])
         other = 1 - side
         if not notes[other].stored:
@@ -266,22 +289,59 @@ class _Frame:
             return False
         scope = self.rw.rules.scope(self.prefix, self.jaxpr.eqns[region.start])
         target = self.rw.rules.target(region.family, scope, [notes[i].path for i in floats])
-        out = None
-        if region.family == "elementwise":
-            out = target or _widest([inputs[i].dtype for i in floats])
-            target = np.dtype(F32)
-        if target is None or target != F32:
-            return False
+        out = target or _widest([inputs[i].dtype for i in floats])
+        fused = out != F32  # takes and gives a low dtype, and computes in float32 inside
         low = any(inputs[i].dtype != F32 for i in floats)
         eqns = self.jaxpr.eqns[region.start : region.stop]
 
         def inside(*values: Any) -> list[Any]:
-            frame = _Declared(dict(zip(region.inputs, values, strict=True)))
-            return [cast(x, out) if out is not None and castable(x) else x for x in frame.run(eqns, region.outputs)]
+            if region.traced_wide:
+                results = _Declared(dict(zip(region.inputs, values, strict=True))).run(eqns, region.outputs)
+            else:
+                frame = _Frame(self.rw.fixed(), self.jaxpr, self.prefix)
+                known = [n if n.weak else PLAIN for n in notes]
+                frame.write(region.inputs, [self.wide(x, n) for x, n in zip(values, known, strict=True)], known)
+                for position in range(region.start, region.stop):
+                    frame.step(position)
+                results = [frame.read(v) for v in region.outputs]
+            return [cast(x, out) if castable(x) else x for x in results]
 
+        if fused:
+            inputs = [
+                self.cast(x, out, n) if i in floats else x for i, (x, n) in enumerate(zip(inputs, notes, strict=True))
+            ]
         run = jax.checkpoint(inside) if self.rw.recompute and low else inside
-        self.write(region.outputs, run(*inputs), [PLAIN] * len(region.outputs))
+        with marks.region(marks.FUSED) if fused else contextlib.nullcontext():
+            results = run(*inputs)
+        self.write(region.outputs, results, [PLAIN] * len(region.outputs))
         return True
+
+    def attention(self, region: patterns.Region) -> bool:
+        """Evaluate an attention function as a fused kernel would be: of it, only its inputs are kept for the backward pass.
+
+        False if it is to go primitive by primitive.
+        """
+        inputs, notes = [self.values[v] for v in region.inputs], [self.notes[v] for v in region.inputs]
+        if not self.rw.recompute or self.rw.rules.target("attention", (), ()) in (None, F32):
+            return False
+        if any(n.pinned for n in notes) or any(getattr(v.aval, "dtype", None) == np.float64 for v in region.inputs):
+            return False
+
+        def inside(*values: Any) -> list[Any]:
+            frame = _Frame(self.rw, self.jaxpr, self.prefix)
+            frame.attending = True
+            frame.write(region.inputs, values, notes)
+            position = region.start
+            while position < region.stop:
+                position = frame.step(position)
+            return [frame.read(v) for v in region.outputs]
+
+        self.write(region.outputs, jax.checkpoint(inside)(*inputs), [PLAIN] * len(region.outputs))
+        return True
+
+    def wide(self, x: Any, note: Note) -> Any:
+        """A value in float32, if it may be cast."""
+        return self.cast(x, F32, note) if castable(x) else x
 
 
 _ROUND = (
@@ -368,11 +428,14 @@ def _widest(dtypes: Sequence[Any]) -> np.dtype:
     return np.dtype(widest(sorted(names)))
 
 
+_PRESET = jax.lax.DotAlgorithmPreset
+_OURS = (_PRESET.DEFAULT, _PRESET.F16_F16_F32, _PRESET.BF16_BF16_F32)  # what a product of low operands is here anyway
+
+
 def _algorithm(eqn: Any) -> bool:
     """Whether the author has chosen the algorithm of a product, which fixes its dtypes."""
-    return isinstance(eqn.params.get("precision"), (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)) and (
-        eqn.params["precision"] != jax.lax.DotAlgorithmPreset.DEFAULT
-    )
+    chosen = eqn.params.get("precision")
+    return isinstance(chosen, (jax.lax.DotAlgorithm, _PRESET)) and chosen not in _OURS
 
 
 __all__ = ["CASTABLE", "FAMILIES", "HANDLERS", "Rewriter", "bind", "handles", "opaque", "restore"]
