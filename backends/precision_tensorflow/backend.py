@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from precision.backend import Backend, BoundPolicy, Capability, require_supported
 from precision.errors import BackendUnavailableError, UnsupportedError, nearest
+from precision.ops import OpEntry
 from precision.policy import PrecisionPolicy
 from precision_tensorflow import devices
 
@@ -50,6 +51,11 @@ class TensorFlowBackend(Backend):
 
     def capabilities(self) -> list[Capability]:
         return devices.capabilities()
+
+    def op_table(self) -> list[OpEntry]:
+        from precision_tensorflow.opcast.coverage import op_table
+
+        return op_table()
 
     def parity(self) -> Any:
         from precision_tensorflow.parity import TensorFlowParity

@@ -12,11 +12,12 @@ from precision.backend import Backend, BoundPolicy, warn_idle_reduce
 from precision.errors import PolicyError, nearest
 from precision.formats import canonical_dtype
 from precision.policy import PrecisionPolicy
-from precision_tensorflow import casts, replicas
+from precision_tensorflow import casts, devices, replicas
 from precision_tensorflow.callback import LossScaleCallback
 from precision_tensorflow.checkpoints import Checkpoints
 from precision_tensorflow.guard import StateGuard
 from precision_tensorflow.keras_policy import keras_policy
+from precision_tensorflow.opcast import Autocast, idle
 from precision_tensorflow.optimizer import PrecisionLossScaleOptimizer
 from precision_tensorflow.prepare import output_layer, prepare
 from precision_tensorflow.replicas import require_no_keras_distribution
@@ -62,8 +63,16 @@ class TensorFlowPolicy(BoundPolicy):
         return PolicyScope(self.keras_policy())
 
     def island(self, dtype: str = "float32") -> Island:
-        """Keep a dtype whatever is around: for layers created inside, and, as a decorator, for a function's inputs."""
-        return Island(canonical_dtype(dtype))
+        """Keep a dtype whatever is around: for layers created inside, and, as a decorator, for a function's inputs.
+
+        Inside of what ``mp.autocast`` runs, decorator and context manager keep it for the ops made inside.
+
+        Raises:
+            UnsupportedError: the device does not compute in the dtype.
+        """
+        dtype = canonical_dtype(dtype)
+        devices.require_computing(self.device, dtype, "an island")
+        return Island(dtype)
 
     def output_layer(self, name: str | None = None) -> keras.layers.Layer:
         """A layer that passes its input on in the output dtype; the last one of a model."""
@@ -75,13 +84,49 @@ class TensorFlowPolicy(BoundPolicy):
 
     # ---- functions and trees -------------------------------------------------------------------------------------
 
-    def autocast(self, function: Callable[..., Any]) -> Any:
+    def autocast(
+        self, function: Callable[..., Any], *, recompute: bool = True, jit_compile: bool | None = None
+    ) -> Any:
+        """Run a function's ops each in the dtype that the policy gives it. A decorator.
+
+        The function is traced once for each input signature, as a ``tf.function`` is, and its graph made again op by op with
+        casts; calls run at a graph's speed. Loops, branches and functions are entered; variables keep their dtype, and their
+        gradients arrive in it. See the guide on op-level autocast.
+
+        Args:
+            function: a Python function of tensors, a ``tf.function``, a Keras layer or model.
+            recompute: whether softmax, norms and activations are computed again in the backward pass from their low inputs,
+                rather than their float32 insides kept.
+            jit_compile: as ``tf.function`` takes it; that of the function, if it is a ``tf.function``, unless given.
+
+        Returns:
+            A function of the same arguments; floating results leave in the output dtype. Under a policy with nothing to do
+            (float32 throughout, no rules) the function itself.
+
+        Raises:
+            PolicyError: not a function.
+
+        Example:
+            >>> step = mp.autocast(tf.function(lambda x: tf.nn.softmax(x @ weights)))      # doctest: +SKIP
+        """
+        if not callable(function):
+            raise PolicyError(f"mp.autocast takes a function of tensors, a Keras layer or model, not {function!r}.")
+        if idle(self.policy):
+            return function
+        return self.autocast_as_is(function, output=self.policy.output_dtype, recompute=recompute, jit_compile=jit_compile)
+
+    def autocast_as_is(self, function: Callable[..., Any], **options: Any) -> Autocast:
+        """:meth:`autocast` whose results leave as they come, also under a policy with nothing to do."""
+        native = devices.multiplies(self.device, self.policy.compute_dtype)
+        return Autocast(self.policy, function, self.device.partition(":")[0], native, **options)
+
+    def cast_boundary(self, function: Callable[..., Any]) -> Any:
         """A decorator: floating inputs come in the compute dtype, outputs leave in the output dtype.
 
         Casts happen at the function's boundary only. Variables that the function closes over keep their dtype (pass
         them in, or use layers, which follow their own policy).
         """
-        self._warn_of_families("mp.autocast casts at a function's boundary")
+        self._warn_of_families("mp.cast_boundary casts at a function's boundary")
         return casts.autocast(self.policy, function)
 
     def op(self, family: str) -> Any:

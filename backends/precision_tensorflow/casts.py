@@ -18,6 +18,7 @@ from precision.backend import check_leaf
 from precision.ops import canonical_family, decide
 from precision.policy import PrecisionPolicy, Rule
 from precision_tensorflow.graphs import plain
+from precision_tensorflow.opcast import marks
 from precision_tensorflow.paths import rule_at
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -88,6 +89,9 @@ def op(policy: PrecisionPolicy, family: str) -> Callable[[Function], Function]:
     def mark(function: Function) -> Function:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if marks.tracing():  # inside of mp.autocast: marked, and cast when it is replayed
+                with marks.region(family=family):
+                    return function(*args, **kwargs)
             with AutocastScope(None):
                 cast_args, cast_kwargs = _cast_as_decided(policy, family, (args, kwargs))
                 return function(*cast_args, **cast_kwargs)

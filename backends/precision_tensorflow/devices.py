@@ -10,6 +10,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from precision.backend import Capability
+from precision.errors import UnsupportedError
 
 Support = Literal["native", "slow", "storage", "none"]
 
@@ -30,6 +31,23 @@ def capabilities() -> list[Capability]:
         details = tf.config.experimental.get_device_details(gpu)
         found += [Capability(f"GPU:{index}", dtype, support, why) for dtype, support, why in _gpu(details)]
     return found
+
+
+def multiplies(device: str, dtype: str) -> bool:
+    """Whether a device's own kernels multiply a dtype in hardware, accumulate in float32 and round to nearest."""
+    found = next((c for c in capabilities() if (c.device, c.dtype) == (device, dtype)), None)
+    return found is not None and found.support == "native"
+
+
+def require_computing(device: str, dtype: str, what: str) -> None:
+    """Refuse a dtype that a device does not compute in.
+
+    Raises:
+        UnsupportedError: names the dtypes that it computes in.
+    """
+    usable = [c.dtype for c in capabilities() if c.device == device and c.support in ("native", "slow")]
+    if dtype not in usable and dtype != "float64":
+        raise UnsupportedError(f"{what} in {dtype}: {device} does not compute in it. It has {', '.join(usable)}.")
 
 
 def _cpu(flags: frozenset[str] | None = None) -> Iterable[tuple[str, Support, str]]:

@@ -15,6 +15,8 @@ from precision.backend import Backend
 from precision.loss_scale import LossScale
 from precision.parity.adapter import (
     Array,
+    NetworkResult,
+    NetworkSpec,
     OpResult,
     ParityAdapter,
     ReplicaResult,
@@ -93,6 +95,16 @@ class TensorFlowParity(ParityAdapter):
 
         result = run(*(tf.constant(array) for array in inputs))
         return OpResult(tuple(seen), result.dtype.name, tf.cast(result, tf.float64).numpy())
+
+    def autocast_ops(self, mp: Any, calls: Sequence[tuple[str, Sequence[Array]]]) -> list[OpResult]:
+        from precision_tensorflow.parity_autocast import autocast_ops
+
+        return autocast_ops(self._bind(mp.policy), calls)
+
+    def autocast_network(self, spec: NetworkSpec) -> NetworkResult:
+        from precision_tensorflow.parity_networks import autocast_network
+
+        return autocast_network(self._bind(spec.policy), spec)
 
     def round_to(self, values: Array, dtype: str) -> Array:
         # Two functions, so that no compiler can see that the pair of casts leads back to where it began.

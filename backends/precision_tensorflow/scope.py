@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import keras
 
 from precision_tensorflow import casts
+from precision_tensorflow.opcast import marks
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -84,5 +85,23 @@ class Island(PolicyScope):
         super().__init__(keras.DTypePolicy(dtype))
         self.dtype = dtype
 
+    def __enter__(self) -> Island:
+        super().__enter__()
+        region = marks.region(dtype=self.dtype)
+        region.__enter__()
+        self._local.regions = [*getattr(self._local, "regions", []), region]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._local.regions.pop().__exit__(None, None, None)
+        super().__exit__(*exc)
+
     def __call__(self, function: Function) -> Function:
-        return self.wrap(casts.island(self.dtype, function))
+        cast = casts.island(self.dtype, function)
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:  # inside of mp.autocast the ops are marked, and what they take is cast when they are replayed
+                return function(*args, **kwargs) if marks.tracing() else cast(*args, **kwargs)
+
+        return run  # type: ignore[return-value]
