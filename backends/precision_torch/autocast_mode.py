@@ -16,9 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from precision.policy import PrecisionPolicy
 from precision_torch import recompute
-from precision_torch.op_plan import Plan, family_of, plan_for, treatment_of
+from precision_torch.op_plan import Plan, code_of, plan_for, treatment_of
 from precision_torch.op_treatments import (
     BODIES,
+    SDPA,
     cast_arguments,
     cell,
     floating,
@@ -27,6 +28,7 @@ from precision_torch.op_treatments import (
     masked,
     resize_family,
     target_of,
+    with_statistics,
 )
 
 
@@ -39,6 +41,7 @@ class TableMode(TorchFunctionMode):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
+        self.policy, self.only = plan.policy, plan.only
         self.treatments = plan.treatments
         self.number = plan.number
         self.device_type = plan.device_type
@@ -61,6 +64,8 @@ class TableMode(TorchFunctionMode):
             recompute.note(self, treatment)
         if treatment == "grad_mode":
             return function(*args, **kwargs)
+        if treatment == "unflatten":  # the compiler does not trace the method under any mode
+            return torch.unflatten(*args, **kwargs)
         if treatment == "cell":
             with self:
                 return cell(function, args, kwargs)
@@ -71,10 +76,10 @@ class TableMode(TorchFunctionMode):
             return function(*args, **kwargs)
         device_type = self.device_type
         if treatment == "attention":
-            target = target_of("compute", floating(args, device_type), device_type)
+            treatment = self.of("attention" if function is SDPA else "matmul")
+            target = target_of(treatment, floating(args, device_type), device_type)
             if target is not None:
                 args, kwargs = masked(function, args, kwargs, target)
-            treatment = "compute"
         elif treatment == "constants":
             args, kwargs = in_range(args, kwargs)
             treatment = self.of("shape" if function != torch.where else "elementwise")
@@ -83,7 +88,14 @@ class TableMode(TorchFunctionMode):
         elif treatment == "quotient":
             one = isinstance(args[1], (int, float)) and args[1] == 1
             treatment = self.of("transcendental" if one else "elementwise")
+        elif treatment == "statistics":
+            return self.run(with_statistics(function, self.of("norm"), device_type), args, kwargs)
         args, kwargs = cast_arguments(treatment, device_type, args, kwargs)
+        return self.run(function, args, kwargs)
+
+    def run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function without native autocasting."""
+        device_type = self.device_type
         if not self.enabled:
             return function(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -96,9 +108,11 @@ class TableMode(TorchFunctionMode):
             torch.set_autocast_enabled(device_type, True)
 
     def of(self, family: str) -> str:
-        """The treatment of a family: its dtype, or how its inputs meet."""
-        dtype = family_of(self.number, family)
-        return dtype if dtype is not None else "follow" if family == "shape" else "promote"
+        """The treatment of a family."""
+        return code_of(self.number, family)
+
+    def __reduce__(self) -> Any:
+        return mode_for, (self.policy, self.device_type, self.only)
 
 
 @functools.lru_cache(maxsize=256)

@@ -150,11 +150,12 @@ FOLLOWS: dict[str, str] = {name: "moves values" for name, family in FAMILY.items
 }
 """Why a function's inputs are left as they come."""
 
-MEETS = frozenset(
-    """addcdiv addcmul bilinear cross grid_sample grid_sampler grid_sampler_2d grid_sampler_3d heaviside index_add index_copy
+_MEETS = """
+    addcdiv addcmul bilinear cross grid_sample grid_sampler grid_sampler_2d grid_sampler_3d heaviside index_add index_copy
     index_put index_reduce isclose allclose lerp masked_scatter put scatter scatter_add scatter_reduce select_scatter
-    slice_scatter diagonal_scatter as_strided_scatter cartesian_prod meshgrid complex""".split()
-)
+    slice_scatter diagonal_scatter as_strided_scatter cartesian_prod meshgrid complex
+"""
+MEETS = frozenset(_MEETS.split())
 """Elementwise functions that do not promote by themselves: they fail on mixed dtypes, or write into the first input's."""
 
 APART = frozenset(["affine_grid", "affine_grid_generator", "kron"])

@@ -21,6 +21,7 @@ SPECIAL: dict[str, str] = {
     "where": "constants", "masked_fill": "constants", "masked_fill_": "constants",
     "scaled_dot_product_attention": "attention", "baddbmm": "attention",
     "lstm_cell": "cell", "gru_cell": "cell", "rnn_tanh_cell": "cell", "rnn_relu_cell": "cell",
+    "batch_norm": "statistics", "instance_norm": "statistics",
     "multi_head_attention_forward": "body", "linear_cross_entropy": "body",
 }  # fmt: skip
 """Functions with a treatment of their own in :mod:`precision_torch.op_treatments`, by bare name."""
@@ -36,10 +37,11 @@ class Plan:
         low: the dtype of native autocasting: the compute dtype, or, where that is float32, a rule's.
         treatments: by function: ``"compute"``, a dtype's name, ``"promote"``, ``"follow"``, or one of :data:`SPECIAL`.
         families: the dtype of each family that has one; None for one that promotes or follows.
+        policy, only: what it was made of.
     """
 
     def __init__(self, policy: PrecisionPolicy, device_type: str, only: frozenset[str] | None = None) -> None:
-        self.device_type = device_type
+        self.policy, self.device_type, self.only = policy, device_type, only
         self.enabled = only is None
         self.families = {name: family_dtype(policy, name) for name in FAMILIES}
         self.low = native_dtype(policy)
@@ -53,22 +55,28 @@ class Plan:
                 self.treatments[function] = treatment
         if self.treatments and self.enabled:
             self.treatments[torch._C._set_grad_enabled] = "grad_mode"
+            self.treatments[torch.Tensor.unflatten] = "unflatten"
         self.number = len(_PLANS)
         _PLANS.append(self)
+
+    def code(self, family: str) -> str:
+        """The treatment of a family where no function of it is special."""
+        target = self.families[family]
+        if target is not None:
+            return "compute" if self.enabled and target == self.low else target
+        return FAMILIES[family].treatment
 
     def _treatment(self, name: str, family: str) -> str | None:
         special = SPECIAL.get(name)
         if special == "body" or not family:
             return special
-        if special == "cell":
-            return special if self.enabled else self.families[family]
         native = NATIVE.get(self.device_type, {}).get(name) if self.enabled else None
         target = self.families[family]
-        if special is not None and (target in (None, self.low) or special != "attention"):
+        if special is not None:
             return special
         if target is not None:
             given = {"low": self.low, "float32": "float32"}.get(native or "")
-            return None if given == target else "compute" if target == self.low else target
+            return None if given == target else self.code(family)
         if FAMILIES[family].treatment == "follow":
             return "follow" if native is not None else None
         if native == "promote" or (native is None and name not in MEETS and name not in APART):
@@ -106,9 +114,9 @@ def treatment_of(number: int, function: Any) -> str | None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def family_of(number: int, family: str) -> str | None:
-    """The dtype of a family in a plan, as a constant."""
-    return _PLANS[number].families[family]
+def code_of(number: int, family: str) -> str:
+    """The treatment of a family in a plan, as a constant."""
+    return _PLANS[number].code(family)
 
 
 def namespaces() -> Mapping[str, Any]:
@@ -127,5 +135,5 @@ def functions() -> Iterator[tuple[Callable[..., Any], str]]:
             function = getattr(space, name, None)
             if callable(function) and not isinstance(function, type):
                 yield function, name
-            elif space is torch.Tensor and hasattr(function, "__get__") and not isinstance(function, type):
+            elif space is torch.Tensor and function is not None and not isinstance(function, type):
                 yield function.__get__, name  # a property, such as T

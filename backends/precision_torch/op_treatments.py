@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from precision_torch.dtypes import TORCH
 
+SDPA = torch.nn.functional.scaled_dot_product_attention
 LOW = (torch.bfloat16, torch.float16)
 
 
@@ -105,13 +107,39 @@ def narrow_mask(mask: Any, dtype: torch.dtype) -> Any:
 
 def masked(function: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
     """Arguments of attention, or of ``baddbmm``, with the mask made low in range; the others are cast after."""
-    attention = function is torch.nn.functional.scaled_dot_product_attention
+    attention = function is SDPA
     position, key = (3, "attn_mask") if attention else (0, "input")
     if len(args) > position:
         args = (*args[:position], narrow_mask(args[position], dtype), *args[position + 1 :])
     elif key in kwargs:
         kwargs = {**kwargs, key: narrow_mask(kwargs[key], dtype)}
     return args, kwargs
+
+
+def with_statistics(function: Any, treatment: str, device_type: str) -> Callable[..., Any]:
+    """Batch and instance norm, with running statistics that are updated in the dtype they are kept in.
+
+    In float32 everything is cast, and what was a low statistic written back. In a low dtype only the input is: the kernels
+    take float32 parameters and statistics beside it.
+    """
+    places = (1, 2) if isinstance(function, types.FunctionType) else (3, 4)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        target = target_of(treatment, floating((*args, *kwargs.values()), device_type), device_type)
+        if target in LOW:
+            cast, _ = cast_arguments(treatment, device_type, args[:1], {})
+            return function(*cast, *args[1:], **kwargs)
+        cast, named = cast_arguments(treatment, device_type, args, kwargs)
+        result = function(*cast, **named)
+        pairs = [(args[i], cast[i]) for i in places if i < len(args)]
+        pairs += [(kwargs[key], named[key]) for key in ("running_mean", "running_var") if key in kwargs]
+        for old, new in pairs:
+            if new is not old and isinstance(old, torch.Tensor):
+                with torch.no_grad():
+                    old.copy_(new)
+        return result
+
+    return run
 
 
 def cell(function: Any, args: Any, kwargs: Any) -> Any:

@@ -12,7 +12,17 @@ import torch.nn.functional as F
 
 from precision.formats import canonical_dtype
 from precision.loss_scale import LossScale
-from precision.parity.adapter import Array, OpResult, ParityAdapter, ReplicaResult, ReplicaSpec, TrainResult, TrainSpec
+from precision.parity.adapter import (
+    Array,
+    NetworkResult,
+    NetworkSpec,
+    OpResult,
+    ParityAdapter,
+    ReplicaResult,
+    ReplicaSpec,
+    TrainResult,
+    TrainSpec,
+)
 from precision.policy import PrecisionPolicy
 from precision_torch.dtypes import TORCH, dtype_name
 from precision_torch.parity_models import build, dump
@@ -73,6 +83,18 @@ class TorchParity(ParityAdapter):
         with mp.autocast():
             result = mp.op(family)(op)(*(to_torch(array).to(self._device) for array in inputs))
         return OpResult(seen[0], dtype_name(result.dtype), result.detach().double().cpu().numpy())
+
+    def autocast_ops(self, mp: Any, calls: Sequence[tuple[str, Sequence[Array]]]) -> list[OpResult]:
+        """Run each op eagerly under ``mp.autocast()``, watched by a dispatch mode below the casts."""
+        from precision_torch.parity_autocast import run_case
+
+        return [run_case(mp, name, [to_torch(array).to(self._device) for array in inputs]) for name, inputs in calls]
+
+    def autocast_network(self, spec: NetworkSpec) -> NetworkResult:
+        """One pass through a network; see :mod:`precision_torch.parity_networks`."""
+        from precision_torch.parity_networks import run_network
+
+        return run_network(self._backend.bind(spec.policy, device=self._device), spec, self._device)
 
     def round_to(self, values: Array, dtype: str) -> Array:
         """Cast to a low dtype and back."""

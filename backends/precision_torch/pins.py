@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
+from precision_torch.autocast_mode import TableMode, table
 from precision_torch.dtypes import cast
 from precision_torch.regions import autocast_off
 from precision_torch.tree import cast_tree
@@ -34,14 +35,18 @@ class PinnedForward:
         module: the module.
         dtype: what the floating inputs (not float64) are cast to.
         device_type: where to switch autocasting off inside; None leaves it (no norm is autocast from float32).
+        mode: what treats op families whose rules come before the module's; None without any.
 
     Every module under a rule has its own, not only the topmost: a part may be called past its parent.
     """
 
-    def __init__(self, module: torch.nn.Module, dtype: torch.dtype, device_type: str | None) -> None:
+    def __init__(
+        self, module: torch.nn.Module, dtype: torch.dtype, device_type: str | None, mode: TableMode | None = None
+    ) -> None:
         self.module = module
         self.dtype = dtype
         self.device_type = device_type
+        self.mode = mode
         earlier = module.__dict__.get("forward")
         self.earlier: Any = earlier.earlier if isinstance(earlier, PinnedForward) else earlier
 
@@ -55,7 +60,7 @@ class PinnedForward:
             kwargs = cast_tree(kwargs, self.dtype)
         if self.device_type is None or not torch.is_autocast_enabled(self.device_type):
             return self._forward(args, kwargs)
-        with autocast_off(self.device_type):
+        with autocast_off(self.device_type), table(self.mode):
             return self._forward(args, kwargs)
 
     def _forward(self, args: Any, kwargs: Any) -> Any:
@@ -79,9 +84,9 @@ class CastOutput:
         return cast_tree(output, self.dtype)
 
 
-def pin(module: torch.nn.Module, dtype: torch.dtype, device_type: str | None) -> None:
+def pin(module: torch.nn.Module, dtype: torch.dtype, device_type: str | None, mode: TableMode | None = None) -> None:
     """Make a module compute in a dtype. Pinned again, the last dtype holds."""
-    module.forward = PinnedForward(module, dtype, device_type)  # type: ignore[method-assign]
+    module.forward = PinnedForward(module, dtype, device_type, mode)  # type: ignore[method-assign]
 
 
 def cast_output(model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -15,8 +15,10 @@ import torch
 
 from precision.backend import warn_unmatched
 from precision.errors import MasterWeightsError, PolicyError, PrecisionWarning
+from precision.ops import family_dtype
 from precision.policy import PrecisionPolicy
 from precision_torch.attachments import attach, attachments
+from precision_torch.autocast_mode import mode_for
 from precision_torch.comm_hooks import register_comm_hook
 from precision_torch.dtypes import LOW, TORCH, castable, dtype_name
 from precision_torch.engines import (
@@ -267,11 +269,13 @@ def _pin_modules(policy: PrecisionPolicy, device_type: str, model: torch.nn.Modu
             continue
         rule = policy.rule_for(canonical(path)) if path else None
         if rule is not None:
+            earlier = frozenset(str(r.family) for r in policy.rules[: policy.rules.index(rule)] if r.family)
             # no norm is autocast from float32, so it needs no region around it
-            bare = isinstance(module, NORMS) and rule.dtype == "float32"
-            pin(module, TORCH[rule.dtype], None if bare else device_type)
-        elif isinstance(module, NORMS) and policy.compute_dtype != "float32":
-            pin(module, torch.float32, None)
+            bare = isinstance(module, NORMS) and rule.dtype == "float32" and "norm" not in earlier
+            mode = mode_for(policy, device_type, earlier) if earlier else None
+            pin(module, TORCH[rule.dtype], None if bare else device_type, mode)
+        elif isinstance(module, NORMS) and policy.compute_dtype != "float32" == family_dtype(policy, "norm"):
+            pin(module, torch.float32, None)  # under a rule of their family they are cast where the op runs
 
 
 def _keep_masters(

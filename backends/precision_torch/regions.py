@@ -64,9 +64,7 @@ def _region(device_type: str, mode: TableMode | None, native: Callable[[], torch
         yield
 
 
-def autocast_on(
-    policy: PrecisionPolicy, device_type: str, *, enabled: bool, cache: bool, native: bool
-) -> Any:
+def autocast_on(policy: PrecisionPolicy, device_type: str, *, enabled: bool, cache: bool, native: bool) -> Any:
     """Autocasting as a policy says; switched off, whatever is around it, where nothing in it computes low.
 
     Args:
