@@ -27,11 +27,13 @@ def autocast_tolerance(case: AutocastCase, policy: PrecisionPolicy, inputs: Sequ
     """T3's bar, elementwise: units in the last place of the compute dtype, plus float32 accumulation's own error.
 
     A low result may be one unit away, or as many as the op rounds in turn. A float32 one must be within 1/16 of a unit: it
-    would not be had anything been computed low (rounding alone moves a value by up to half a unit).
+    would not be had anything been computed low (rounding alone moves a value by up to half a unit). Where several results are
+    rounded in turn, the units are those of the largest element: an element that cancels keeps the errors of its terms.
     """
     gives = case.result(policy, [a.dtype.name for a in inputs])
     low = gives == policy.compute_dtype or case.roundings > 1
-    unit = np.vectorize(FloatFormat.of(policy.compute_dtype).spacing, otypes=[float])(expected)
+    size = np.max(np.abs(expected)) if case.roundings > 1 else expected
+    unit = np.vectorize(FloatFormat.of(policy.compute_dtype).spacing, otypes=[float])(size)
     return np.asarray((case.roundings if low else 1 / 16) * unit + 64 * 2.0**-24 * np.max(np.abs(expected)))
 
 
