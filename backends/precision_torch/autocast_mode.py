@@ -19,15 +19,13 @@ from precision_torch import recompute
 from precision_torch.op_plan import Plan, code_of, plan_for, treatment_of
 from precision_torch.op_treatments import (
     BODIES,
+    DIRECT,
     SDPA,
     cast_arguments,
-    cell,
-    floating,
+    cell_of,
     in_range,
-    kept,
     masked,
     resize_family,
-    target_of,
     with_statistics,
 )
 
@@ -41,63 +39,26 @@ class TableMode(TorchFunctionMode):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
-        self.policy, self.only = plan.policy, plan.only
-        self.treatments = plan.treatments
+        self.policy, self.device_type, self.only = plan.policy, plan.device_type, plan.only
         self.number = plan.number
-        self.device_type = plan.device_type
         self.enabled = plan.enabled
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():
-            treatment = treatment_of(self.number, function)
-        else:
-            treatment = self.treatments.get(function)
-        if kwargs is None:
-            kwargs = {}
-        if treatment is None or torch.is_autocast_enabled(self.device_type) != self.enabled:
-            return function(*args, **kwargs)
-        return self.treat(treatment, function, args, kwargs)
-
-    def treat(self, treatment: str, function: Any, args: Any, kwargs: Any) -> Any:
-        """Run a function by its treatment."""
-        if not torch.compiler.is_compiling():
+        found = treatment_of(self.number, function)
+        if found is None or torch.is_autocast_enabled(self.device_type) != self.enabled:
+            return function(*args, **kwargs) if kwargs else function(*args)
+        treatment, off = found
+        if treatment == "grad_mode" or recompute.is_due():
             recompute.note(self, treatment)
-        if treatment == "grad_mode":
-            return function(*args, **kwargs)
-        if treatment == "unflatten":  # the compiler does not trace the method under any mode
-            return torch.unflatten(*args, **kwargs)
-        if treatment == "cell":
-            with self:
-                return cell(function, args, kwargs)
-        if treatment == "body":
-            with self:
-                return BODIES[function](*args, **kwargs)
-        if kept(args, kwargs):
-            return function(*args, **kwargs)
-        device_type = self.device_type
-        if treatment == "attention":
-            treatment = self.of("attention" if function is SDPA else "matmul")
-            target = target_of(treatment, floating(args, device_type), device_type)
-            if target is not None:
-                args, kwargs = masked(function, args, kwargs, target)
-        elif treatment == "constants":
-            args, kwargs = in_range(args, kwargs)
-            treatment = self.of("shape" if function != torch.where else "elementwise")
-        elif treatment == "resize":
-            treatment = self.of(resize_family(args, kwargs))
-        elif treatment == "quotient":
-            one = isinstance(args[1], (int, float)) and args[1] == 1
-            treatment = self.of("transcendental" if one else "elementwise")
-        elif treatment == "statistics":
-            return self.run(with_statistics(function, self.of("norm"), device_type), args, kwargs)
-        args, kwargs = cast_arguments(treatment, device_type, args, kwargs)
-        return self.run(function, args, kwargs)
+        if treatment in DIRECT:
+            args, kwargs = cast_arguments(treatment, self.device_type, args, kwargs or {})
+        else:
+            function, args, kwargs = self.prepared(treatment, function, args, kwargs or {})
+        return self.off(function, args, kwargs) if off else function(*args, **kwargs)
 
-    def run(self, function: Any, args: Any, kwargs: Any) -> Any:
+    def off(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run a function without native autocasting."""
         device_type = self.device_type
-        if not self.enabled:
-            return function(*args, **kwargs)
         if torch.compiler.is_compiling():
             with torch.autocast(device_type, dtype=torch.get_autocast_dtype(device_type), enabled=False):
                 return function(*args, **kwargs)
@@ -106,6 +67,38 @@ class TableMode(TorchFunctionMode):
             return function(*args, **kwargs)
         finally:
             torch.set_autocast_enabled(device_type, True)
+
+    def prepared(self, treatment: str, function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """What to run, and on what, for a function with a treatment of its own."""
+        device_type = self.device_type
+        if treatment == "grad_mode":
+            return function, args, kwargs
+        if treatment == "unflatten":  # the compiler does not trace the method under any mode
+            return torch.unflatten, args, kwargs
+        if treatment in ("cell", "body"):
+            return self.inside, (cell_of(function) if treatment == "cell" else BODIES[function], args, kwargs), {}
+        if treatment == "attention":
+            treatment = self.of("attention" if function is SDPA else "matmul")
+            args, kwargs = masked(function, treatment, device_type, args, kwargs)
+        elif treatment == "constants":
+            args, kwargs = in_range(args, kwargs)
+            treatment = self.of("shape" if function != torch.where else "elementwise")
+            if treatment == "promote":  # torch does that by itself
+                return function, args, kwargs
+        elif treatment == "resize":
+            treatment = self.of(resize_family(args, kwargs))
+        elif treatment == "quotient":
+            one = isinstance(args[1], (int, float)) and args[1] == 1
+            treatment = self.of("transcendental" if one else "elementwise")
+        elif treatment == "statistics":
+            return with_statistics(function, self.of("norm"), device_type), args, kwargs
+        args, kwargs = cast_arguments(treatment, device_type, args, kwargs)
+        return function, args, kwargs
+
+    def inside(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function with the mode in force for its parts."""
+        with self:
+            return function(*args, **kwargs)
 
     def of(self, family: str) -> str:
         """The treatment of a family."""

@@ -27,17 +27,23 @@ SPECIAL: dict[str, str] = {
 """Functions with a treatment of their own in :mod:`precision_torch.op_treatments`, by bare name."""
 
 
+ENTERS_MATMULS = frozenset(
+    [*APART, "corrcoef", "cov", "norm", "nuclear_norm", "triplet_margin_with_distance_loss", "pairwise_distance"]
+)
+"""Functions of float32 families, beside ``linalg``, that may come to a matmul inside, which autocast would make low."""
+
+
 class Plan:
     """The treatment of each function that needs one.
 
     Attributes:
         number: what the plan is known by to :func:`treatment_of`, also while the compiler traces.
-        device_type: the device type whose tensors are cast.
+        policy, device_type, only: what it was made of; see :func:`plan_for`.
         enabled: whether native autocasting is on where the plan is in force; elsewhere it rests.
         low: the dtype of native autocasting: the compute dtype, or, where that is float32, a rule's.
-        treatments: by function: ``"compute"``, a dtype's name, ``"promote"``, ``"follow"``, or one of :data:`SPECIAL`.
         families: the dtype of each family that has one; None for one that promotes or follows.
-        policy, only: what it was made of.
+        treatments: by function: ``"compute"``, a dtype's name, ``"promote"``, ``"follow"``, or one of :data:`SPECIAL`; and
+            whether native autocasting has to be off while it runs.
     """
 
     def __init__(self, policy: PrecisionPolicy, device_type: str, only: frozenset[str] | None = None) -> None:
@@ -45,17 +51,23 @@ class Plan:
         self.enabled = only is None
         self.families = {name: family_dtype(policy, name) for name in FAMILIES}
         self.low = native_dtype(policy)
-        self.treatments: dict[Any, str] = {}
+        self.treatments: dict[Any, tuple[str, bool]] = {}
         for function, name in functions():
             family = FAMILY.get(name.removesuffix("_") if name == "masked_fill_" else name, "")
             if only is not None and family not in only:
                 continue
-            treatment = self._treatment(name, family)
+            native = NATIVE.get(device_type, {}).get(name) if self.enabled else None
+            treatment = self._treatment(name, family, native)
             if treatment is not None:
-                self.treatments[function] = treatment
+                off = (
+                    native is not None or family in ("linalg", "matmul", "conv", "attention") or name in ENTERS_MATMULS
+                )
+                plain = self.families.get(family) in (None, "float32")
+                parts = treatment in ("cell", "body")  # which are treated themselves
+                self.treatments[function] = treatment, self.enabled and not parts and (off or not plain)
         if self.treatments and self.enabled:
-            self.treatments[torch._C._set_grad_enabled] = "grad_mode"
-            self.treatments[torch.Tensor.unflatten] = "unflatten"
+            self.treatments[torch._C._set_grad_enabled] = "grad_mode", False
+            self.treatments[torch.Tensor.unflatten] = "unflatten", False
         self.number = len(_PLANS)
         _PLANS.append(self)
 
@@ -66,14 +78,11 @@ class Plan:
             return "compute" if self.enabled and target == self.low else target
         return FAMILIES[family].treatment
 
-    def _treatment(self, name: str, family: str) -> str | None:
+    def _treatment(self, name: str, family: str, native: str | None) -> str | None:
         special = SPECIAL.get(name)
-        if special == "body" or not family:
+        if special is not None or not family:
             return special
-        native = NATIVE.get(self.device_type, {}).get(name) if self.enabled else None
         target = self.families[family]
-        if special is not None:
-            return special
         if target is not None:
             given = {"low": self.low, "float32": "float32"}.get(native or "")
             return None if given == target else self.code(family)
@@ -108,8 +117,8 @@ def native_dtype(policy: PrecisionPolicy) -> str | None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def treatment_of(number: int, function: Any) -> str | None:
-    """A function's treatment in a plan, while the compiler traces: a constant to it, rather than a dict to guard."""
+def treatment_of(number: int, function: Any) -> tuple[str, bool] | None:
+    """A function's treatment in a plan; while the compiler traces, a constant, rather than a dict to guard."""
     return _PLANS[number].treatments.get(function)
 
 

@@ -9,65 +9,77 @@ from typing import Any
 
 import torch
 
-from precision_torch.dtypes import TORCH
+from precision_torch.dtypes import NAME, TORCH
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 LOW = (torch.bfloat16, torch.float16)
+DIRECT = frozenset(["compute", "float32", "bfloat16", "float16", "promote", "follow"])
+"""Treatments that only cast; the others are told apart in :class:`precision_torch.autocast_mode.TableMode`."""
+KEPT: Any = "kept"
+_ON = {name: f"is_{name}" for name in ("cpu", "cuda", "mps", "xpu")}
 
 
-def kept(args: Any, kwargs: Any) -> bool:
-    """Whether a call says itself in which dtype it is to run: with ``dtype=``, or into ``out=``."""
-    if kwargs and (kwargs.get("dtype") is not None or kwargs.get("out") is not None):
-        return True
-    return any(isinstance(arg, torch.dtype) for arg in args)
+def cast_arguments(treatment: str, device_type: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a call, cast as a treatment says.
 
-
-def floating(tree: Any, device_type: str) -> list[torch.dtype]:
-    """The floating dtypes of the tensors of a device among arguments (lists and tuples of them included)."""
+    Left as they are if one is float64, or if the call says itself in which dtype it is to run: with ``dtype=``, or into
+    ``out=``.
+    """
+    if treatment == "follow":
+        return args, kwargs
     found: list[torch.dtype] = []
+    look(args, device_type, found)
+    if kwargs:
+        if kwargs.get("dtype") is not None or kwargs.get("out") is not None:
+            return args, kwargs
+        look(kwargs.values(), device_type, found)
+    if not found or KEPT in found or torch.float64 in found:
+        return args, kwargs
+    target = target_of(treatment, found, device_type)
+    if len(found) == found.count(target):
+        return args, kwargs
+    if kwargs:
+        kwargs = dict(zip(kwargs, cast_all(list(kwargs.values()), device_type, target), strict=True))
+    return tuple(cast_all(args, device_type, target)), kwargs
+
+
+def look(tree: Any, device_type: str, found: list[Any]) -> None:
+    """Add the floating dtypes of a device's tensors to ``found``; :data:`KEPT` for a dtype among the arguments."""
+    on_device = _ON[device_type]
     for item in tree:
         if isinstance(item, torch.Tensor):
-            if item.is_floating_point() and item.device.type == device_type:
+            if item.dtype in NAME and getattr(item, on_device):
                 found.append(item.dtype)
         elif isinstance(item, (list, tuple)):
-            found += floating(item, device_type)
-    return found
+            look(item, device_type, found)
+        elif isinstance(item, torch.dtype):
+            found.append(KEPT)
 
 
-def cast_all(tree: Any, device_type: str, dtype: torch.dtype) -> Any:
-    """The arguments with the floating tensors of a device cast to a dtype."""
+def cast_all(tree: Any, device_type: str, dtype: torch.dtype) -> list[Any]:
+    """The items of a list or tuple, the floating tensors of a device cast to a dtype."""
+    on_device = _ON[device_type]
     items = []
     for item in tree:
         if isinstance(item, torch.Tensor):
-            if item.dtype is not dtype and item.is_floating_point() and item.device.type == device_type:
+            if item.dtype is not dtype and item.dtype in NAME and getattr(item, on_device):
                 item = item.to(dtype)
-        elif isinstance(item, (list, tuple)) and type(item) in (list, tuple):
+        elif type(item) is list:
             item = cast_all(item, device_type, dtype)
+        elif type(item) is tuple:
+            item = tuple(cast_all(item, device_type, dtype))
         items.append(item)
-    return items if isinstance(tree, list) else tuple(items)
+    return items
 
 
-def target_of(treatment: str, dtypes: list[torch.dtype], device_type: str) -> torch.dtype | None:
-    """The dtype that inputs of these dtypes are cast to; None to leave them."""
-    if not dtypes or torch.float64 in dtypes or treatment == "follow":
-        return None
+def target_of(treatment: str, dtypes: list[torch.dtype], device_type: str) -> torch.dtype:
+    """The dtype that inputs of these dtypes are cast to."""
     if treatment == "compute":
         return torch.get_autocast_dtype(device_type)
     if treatment != "promote":
         return TORCH[treatment]
     first = dtypes[0]
-    return first if all(dtype is first for dtype in dtypes) else torch.float32  # as precision.ops.widest
-
-
-def cast_arguments(treatment: str, device_type: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments, cast as a treatment says."""
-    values = tuple(kwargs.values())
-    target = target_of(treatment, floating(args, device_type) + floating(values, device_type), device_type)
-    if target is None:
-        return args, kwargs
-    if kwargs:
-        kwargs = dict(zip(kwargs, cast_all(values, device_type, target), strict=True))
-    return cast_all(args, device_type, target), kwargs
+    return first if dtypes.count(first) == len(dtypes) else torch.float32  # as precision.ops.widest
 
 
 # ---- functions with a treatment of their own ----------------------------------------------------------------------
@@ -105,15 +117,18 @@ def narrow_mask(mask: Any, dtype: torch.dtype) -> Any:
     return torch.where(mask.isinf(), mask, mask.clamp(-most, most)).to(dtype)
 
 
-def masked(function: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+def masked(function: Any, treatment: str, device_type: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Arguments of attention, or of ``baddbmm``, with the mask made low in range; the others are cast after."""
-    attention = function is SDPA
-    position, key = (3, "attn_mask") if attention else (0, "input")
+    position, key = (3, "attn_mask") if function is SDPA else (0, "input")
+    mask = args[position] if len(args) > position else kwargs.get(key)
+    found: list[Any] = []
+    look((*args, *kwargs.values()), device_type, found)
+    if not isinstance(mask, torch.Tensor) or torch.float64 in found:
+        return args, kwargs
+    mask = narrow_mask(mask, target_of(treatment, found, device_type))
     if len(args) > position:
-        args = (*args[:position], narrow_mask(args[position], dtype), *args[position + 1 :])
-    elif key in kwargs:
-        kwargs = {**kwargs, key: narrow_mask(kwargs[key], dtype)}
-    return args, kwargs
+        return (*args[:position], mask, *args[position + 1 :]), kwargs
+    return args, {**kwargs, key: mask}
 
 
 def with_statistics(function: Any, treatment: str, device_type: str) -> Callable[..., Any]:
@@ -125,8 +140,7 @@ def with_statistics(function: Any, treatment: str, device_type: str) -> Callable
     places = (1, 2) if isinstance(function, types.FunctionType) else (3, 4)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        target = target_of(treatment, floating((*args, *kwargs.values()), device_type), device_type)
-        if target in LOW:
+        if treatment not in ("float32", "promote", "follow"):
             cast, _ = cast_arguments(treatment, device_type, args[:1], {})
             return function(*cast, *args[1:], **kwargs)
         cast, named = cast_arguments(treatment, device_type, args, kwargs)
@@ -142,23 +156,49 @@ def with_statistics(function: Any, treatment: str, device_type: str) -> Callable
     return run
 
 
-def cell(function: Any, args: Any, kwargs: Any) -> Any:
-    """A recurrent cell by its parts: two linear maps, gates, and a state that meets them elementwise."""
-    names = ("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh")
-    given = {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs}
-    state, linear = given["hx"], torch.nn.functional.linear
-    h = state[0] if isinstance(state, (list, tuple)) else state
-    x = linear(given["input"], given["w_ih"], given["b_ih"])
-    r = linear(h, given["w_hh"], given["b_hh"])
+# Recurrent cells by their parts: two linear maps, gates, and a state that meets them elementwise.
+
+
+def _maps(x: Any, h: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any) -> tuple[Any, Any]:
+    linear = torch.nn.functional.linear
+    return linear(x, w_ih, b_ih), linear(h, w_hh, b_hh)
+
+
+def lstm_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+    """``torch.lstm_cell``."""
+    x, r = _maps(input, hx[0], w_ih, w_hh, b_ih, b_hh)
+    i, f, g, o = (x + r).chunk(4, -1)
+    c = f.sigmoid() * hx[1] + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def gru_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+    """``torch.gru_cell``."""
+    x, r = _maps(input, hx, w_ih, w_hh, b_ih, b_hh)
+    (xr, xz, xn), (hr, hz, hn) = x.chunk(3, -1), r.chunk(3, -1)
+    n = (xn + (xr + hr).sigmoid() * hn).tanh()
+    return n + (xz + hz).sigmoid() * (hx - n)
+
+
+def rnn_tanh_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+    """``torch.rnn_tanh_cell``."""
+    x, r = _maps(input, hx, w_ih, w_hh, b_ih, b_hh)
+    return (x + r).tanh()
+
+
+def rnn_relu_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+    """``torch.rnn_relu_cell``."""
+    x, r = _maps(input, hx, w_ih, w_hh, b_ih, b_hh)
+    return (x + r).relu()
+
+
+def cell_of(function: Any) -> Callable[..., Any]:
+    """The cell that stands for one of torch's."""
     if function == torch.lstm_cell:
-        i, f, g, o = (x + r).chunk(4, -1)
-        c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
-        return o.sigmoid() * c.tanh(), c
+        return lstm_cell
     if function == torch.gru_cell:
-        (xr, xz, xn), (hr, hz, hn) = x.chunk(3, -1), r.chunk(3, -1)
-        n = (xn + (xr + hr).sigmoid() * hn).tanh()
-        return n + (xz + hz).sigmoid() * (h - n)
-    return (x + r).relu() if function == torch.rnn_relu_cell else (x + r).tanh()
+        return gru_cell
+    return rnn_relu_cell if function == torch.rnn_relu_cell else rnn_tanh_cell
 
 
 def _never(*tensors: Any) -> bool:

@@ -18,12 +18,23 @@ _REENTRANT = getattr(getattr(checkpoint, "CheckpointFunction", None), "forward",
 _CODE = getattr(_REENTRANT, "__code__", None)
 
 
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_due() -> bool:
+    """Whether somebody, perhaps a checkpoint, keeps track of saved tensors. (What is traced is never computed again here.)"""
+    return _hooks(False) is not None and not torch.compiler.is_compiling()
+
+
 def note(mode: Any, treatment: str) -> None:
     """If this call runs inside a checkpoint, make it recompute under ``mode``."""
+    if torch.compiler.is_compiling():
+        return
     if treatment == "grad_mode":
         _reentrant(mode)
         return
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = _hooks(False)
     if hooks is not None and hooks[0].__module__ == checkpoint.__name__:
         for cell in hooks[0].__closure__ or ():
             frame = cell.cell_contents
