@@ -8,6 +8,7 @@ import torch
 
 from precision.backend import Backend, Capability, require_supported
 from precision.errors import PolicyError
+from precision.ops import OpEntry
 from precision.policy import PrecisionPolicy
 from precision_torch.agreement import Group
 from precision_torch.bound import TorchPolicy
@@ -61,6 +62,12 @@ class TorchBackend(Backend):
     def capabilities(self) -> list[Capability]:
         """What each visible device can do with each dtype."""
         return [capability for device in visible_devices() for capability in capabilities_of(device)]
+
+    def op_table(self) -> list[OpEntry]:
+        """Torch's public functions by name, each once, in the first namespace that has it."""
+        from precision_torch.op_families import op_table
+
+        return op_table()
 
     def parity(self) -> Any:
         """The adapter for the parity suite."""

@@ -39,7 +39,7 @@ _CPU = _table(
         fractional_max_pool3d fractional_max_pool3d_with_indices geqrf grid_sample grid_sampler grid_sampler_2d grid_sampler_3d
         hfft hinge_embedding_loss huber_loss ifft ifft2 ifftn ihfft inverse irfft irfft2 irfftn kl_div l1_loss cholesky_ex cond
         eig eigh eigvals eigvalsh householder_product inv inv_ex lstsq matrix_rank qr svd svdvals tensorinv tensorsolve
-        margin_ranking_loss max_pool3d max_pool3d_with_indices max_unpool1d max_unpool2d max_unpool3d mse_loss
+        margin_ranking_loss max_pool3d max_unpool1d max_unpool2d max_unpool3d mse_loss
         multi_margin_loss multilabel_margin_loss nanquantile nll_loss orgqr ormqr pad pinverse poisson_nll_loss polar prod
         quantile rfft rfft2 rfftn smooth_l1_loss soft_margin_loss stft trace triangular_solve triplet_margin_loss
         view_as_complex

@@ -7,6 +7,12 @@ dtype, and are left as they are. Functions in none of the tables below have no f
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+from precision.ops import OpEntry
+
 
 def _table(**families: str) -> dict[str, str]:
     return {name: family for family, names in families.items() for name in names.split()}
@@ -175,6 +181,11 @@ _NO_FLOATS = {
         col_indices_copy ccol_indices ccol_indices_copy crow_indices crow_indices_copy row_indices row_indices_copy indices
         indices_copy values_copy sym_float sym_int sym_ite sym_max sym_min sym_not sym_sqrt sym_sum index
     """,
+    "an attribute": """
+        _backward_hooks _base _cdata _grad _grad_fn _post_accumulate_grad_hooks _version __cuda_array_interface__ device dtype grad
+        grad_dtype grad_fn is_cpu is_cuda is_ipu is_leaf is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse
+        is_sparse_csr is_vulkan is_xla is_xpu itemsize layout name nbytes ndim output_nr requires_grad retains_grad shape volatile
+    """,
     "a cast, which is the author's choice": """
         bfloat16 bool byte cdouble cfloat chalf char cpu cuda double float half int ipu long mtia short to type type_as xpu
         to_dense to_mkldnn to_sparse copy_ float_power dequantize
@@ -215,3 +226,22 @@ _NO_FLOATS = {
 }
 LEFT: dict[str, str] = {name: why for why, names in _NO_FLOATS.items() for name in names.split()}
 """Functions that are left as they are, and why."""
+
+
+def namespaces() -> dict[str, Any]:
+    """The public namespaces of functions, by the name that users know."""
+    return {
+        "torch": torch, "torch.nn.functional": torch.nn.functional, "torch.special": torch.special, "torch.linalg": torch.linalg,
+        "torch.fft": torch.fft, "torch.functional": torch.functional, "torch.Tensor": torch.Tensor,
+    }  # fmt: skip
+
+
+def op_table() -> list[OpEntry]:
+    """Every function of the tables once, under the first namespace that has it."""
+    entries = []
+    reasons = PROMOTES | FOLLOWS | LEFT
+    for name in {**FAMILY, **LEFT}:
+        place = next((space for space, module in namespaces().items() if hasattr(module, name)), None)
+        if place is not None:
+            entries.append(OpEntry(f"{place}.{name}", FAMILY.get(name), reasons.get(name, "")))
+    return entries

@@ -6,7 +6,7 @@ A plan is made once a policy and device type. Functions that ``torch.autocast`` 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from precision.ops import FAMILIES, family_dtype
 from precision.policy import PrecisionPolicy
 from precision_torch.native_lists import NATIVE
-from precision_torch.op_families import APART, FAMILY, MEETS
+from precision_torch.op_families import APART, FAMILY, MEETS, namespaces
 
 SPECIAL: dict[str, str] = {
     "__rdiv__": "quotient", "__rtruediv__": "quotient", "interpolate": "resize", "upsample": "resize",
@@ -126,15 +126,6 @@ def treatment_of(number: int, function: Any) -> tuple[str, bool] | None:
 def code_of(number: int, family: str) -> str:
     """The treatment of a family in a plan, as a constant."""
     return _PLANS[number].code(family)
-
-
-def namespaces() -> Mapping[str, Any]:
-    """The public namespaces of functions, by the name that users know."""
-    return {
-        "torch": torch, "torch.functional": torch.functional, "torch.Tensor": torch.Tensor,
-        "torch.nn.functional": torch.nn.functional, "torch.special": torch.special, "torch.linalg": torch.linalg,
-        "torch.fft": torch.fft,
-    }  # fmt: skip
 
 
 def functions() -> Iterator[tuple[Callable[..., Any], str]]:

@@ -223,7 +223,10 @@ def _canonical(array: Array, name: str) -> Array:
 
 
 class Saved:
-    """Counts the bytes of the distinct storages kept for the backward pass, but for those given."""
+    """Counts the bytes of the distinct storages kept for the backward pass, but for those given and for casts of weights.
+
+    A weight's low copy is that weight once more, of a size that does not depend on the batch.
+    """
 
     def __init__(self, without: list[torch.Tensor]) -> None:
         self._without = {tensor.untyped_storage().data_ptr() for tensor in without}
@@ -239,11 +242,19 @@ class Saved:
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._without:
+            if storage.data_ptr() not in self._without and not _is_weight(tensor):
                 self._kept[storage.data_ptr()] = storage
             return tensor
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    """Whether a tensor shows a parameter's values, in whatever dtype and shape."""
+    node: Any = tensor.grad_fn
+    while node is not None and node.name() in ("ToCopyBackward0", "TBackward0", "ViewBackward0", "TransposeBackward0"):
+        node = node.next_functions[0][0]
+    return hasattr(node, "variable")
 
 
 def build_network(network: str, weights: Mapping[str, Array]) -> nn.Module:
