@@ -192,9 +192,17 @@ def cast(x: Any, dtype: tf.DType, *, kernel: bool | None = None, gradient: str |
         attrs["_precision_kernel"] = attr_value_pb2.AttrValue(b=kernel)
     if gradient is not None:
         attrs["_gradient_op_type"] = attr_value_pb2.AttrValue(s=gradient.encode())
+        if kernel is not None:
+            # What is kept for the backward pass stands beside the path that float32 gradients take through low values:
+            # loops that accumulate what is kept give it gradients in its own dtype.
+            kept = graph._create_op_internal("StopGradient", [x], attrs={"T": type_attr(x.dtype)}, name="precision_kept")
+            attrs["_precision_kept"] = attr_value_pb2.AttrValue(s=kept.name.encode())
     return graph._create_op_internal("Cast", [x], attrs=attrs, name="precision_cast").outputs[0]
 
 
 def kernel_input(x: Any) -> Any:
     """What a kernel's operand was before the casts inside of it."""
-    return x.op.inputs[0] if x.op.type == "Cast" and "_precision_kernel" in x.op.node_def.attr else x
+    attrs = x.op.node_def.attr if x.op.type == "Cast" else {}
+    if "_precision_kept" in attrs:
+        return x.graph.get_operation_by_name(attrs["_precision_kept"].s.decode()).outputs[0]
+    return x.op.inputs[0] if "_precision_kernel" in attrs else x

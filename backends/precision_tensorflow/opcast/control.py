@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import graph_only_ops
 from tensorflow.python.framework import func_graph as tf_func_graph
 from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.framework import tensor_util
@@ -222,7 +223,7 @@ def _fixed_point(
             inside = list(values)
             for i in carried:
                 dtype = dtypes[i] or body.inputs[i].dtype
-                placeholder = tf_func_graph.graph_placeholder(dtype, body.inputs[i].shape)
+                placeholder = graph_only_ops.graph_placeholder(dtype, body.inputs[i].shape)
                 build.handle_data_util.copy_handle_data(body.inputs[i], placeholder)
                 inside[i] = Value(placeholder)
             found = [(v.dtype, v.weak) for v in Frame(frame.rp, body, "", frame.region_of(op)).run(inside)]

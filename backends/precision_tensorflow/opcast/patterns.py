@@ -31,7 +31,7 @@ class Region:
         ops: the others.
         inputs: tensors from outside.
         outputs: tensors used outside.
-        results: for each of those, whether nothing inside uses it: then it is what the function gives.
+        results: for each of those, whether nothing inside computes with it: then it is what the function gives.
     """
 
     family: str
@@ -50,6 +50,8 @@ class Plan:
         operations: its ops, in order.
         biased: names of contractions whose result a bias is added to.
         additions: names of the additions that do so, and which operand is the bias.
+        joined: the same for additions to a sum of several products.
+        inner: names of contractions that are a step of one ``einsum`` of several operands, but the last.
         asked: names of elementwise ops computed in float32 since all that use them are.
         wide: names of contractions in a backward pass that give what no other product takes: gradients of variables, float32.
         regions: by the position of their first op, with the position after their last.
@@ -58,6 +60,8 @@ class Plan:
     operations: tuple[Any, ...]
     biased: frozenset[str]
     additions: dict[str, int]
+    joined: dict[str, int]
+    inner: frozenset[str]
     asked: frozenset[str]
     wide: frozenset[str]
     regions: dict[int, tuple[Region, int]]
@@ -69,7 +73,8 @@ def plan(graph: Any, records: dict[str, Record]) -> Plan:
     results = {t.name for t in graph.outputs}
     regions, within = _regions(operations, records, results)
     biased, additions = _biases(operations, results, within)
-    return Plan(operations, biased, additions, _asked(operations, results, additions, within), _wide(operations), regions)
+    joined, inner = _sums(operations, additions, within), _steps(operations, within)
+    return Plan(operations, biased, additions, joined, inner, _asked(operations, results, additions, within), _wide(operations), regions)
 
 
 def _wide(operations: Any) -> frozenset[str]:
@@ -106,6 +111,36 @@ def _biases(operations: Any, results: set[str], within: set[str]) -> tuple[froze
                     additions[user.name] = other
             break
     return frozenset(biased), additions
+
+
+def _sums(operations: Any, additions: dict[str, int], within: set[str]) -> dict[str, int]:
+    """Additions of a bias to a sum of several products, as in the cells of recurrent networks."""
+    products: set[str] = set()
+    joined: dict[str, int] = {}
+    for op in operations:
+        if op.name in within or not op.outputs:
+            continue
+        if op.type in CONTRACTIONS or op.name in additions or (op.type in VIEW and op.inputs[0].name in products):
+            products.update(t.name for t in op.outputs)
+        elif op.type in _ADD:
+            come = [x.name in products for x in op.inputs]
+            if all(come):
+                products.add(op.outputs[0].name)
+            elif any(come) and _is_row(op.inputs[come.index(False)]):
+                joined[op.name] = come.index(False)
+                products.add(op.outputs[0].name)
+    return joined
+
+
+def _steps(operations: Any, within: set[str]) -> frozenset[str]:
+    found: set[str] = set()
+    for op in operations:
+        if op.type == "Einsum" and op.name not in within and "einsum" in op.name.rpartition("/")[0]:
+            users = op.outputs[0].consumers()
+            scope = op.name.rpartition("/")[0]
+            if len(users) == 1 and users[0].type == "Einsum" and users[0].name.rpartition("/")[0] == scope:
+                found.add(op.name)
+    return frozenset(found)
 
 
 def _is_row(tensor: Any) -> bool:
@@ -172,14 +207,16 @@ def _regions(
 
 
 def _call(op: Any, records: dict[str, Record]) -> known.Known | None:
-    if op.type in CONTRACTIONS or (op.type in ENTERED and op.type not in ("Const", "Cast", "Fill")):
+    if op.type in ENTERED and op.type not in ("Const", "Cast", "Fill"):
         return None
     if op.type == "Placeholder" or (op.type != "ReadVariableOp" and op._is_stateful):
         return None
     noted = records.get(op.name)
     if noted is not None:
-        return noted.known if noted.region is None else None
-    return known.from_scope(op.name) if not records and "gradient" not in op.name else None
+        if noted.region is not None or noted.known is None:
+            return None
+        return noted.known if op.type not in CONTRACTIONS or noted.known.family == "attention" else None
+    return known.from_scope(op.name) if not records and "gradient" not in op.name and op.type not in CONTRACTIONS else None
 
 
 def _region(operations: Any, family: str, results: set[str]) -> Region | None:
@@ -205,5 +242,5 @@ def _region(operations: Any, family: str, results: set[str]) -> Region | None:
             users = tensor.consumers()
             if tensor.name in results or any(u.name not in names for u in users):
                 outputs.append(tensor)
-                sinks.append(not any(u.name in names for u in users))
+                sinks.append(not any(u.name in names and u.type not in VIEW for u in users))
     return Region(family, hoisted, tuple(inside), tuple(inputs.values()), tuple(outputs), tuple(sinks))

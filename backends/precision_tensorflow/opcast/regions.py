@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from precision_tensorflow.opcast import build
+from precision_tensorflow.opcast.families import CONTRACTIONS, VIEW
 from precision_tensorflow.opcast.gradients import Rule, with_rule
 from precision_tensorflow.opcast.notes import F32, Value, castable, meet
 from precision_tensorflow.opcast.patterns import Region
@@ -31,10 +32,16 @@ def run(frame: Frame, region: Region) -> bool:
     if region.family == "elementwise":
         back = target or meet([v.dtype for v in strong])
         target = F32
+    elif region.family == "attention" and target is not None and target != F32:
+        if frame.rp.native:
+            return _op_by_op(frame, region, None)
+        back, target = target, F32
     if target != F32:
         return _op_by_op(frame, region, target)
     low = back is not None and back != F32
     inside = _Inside(frame, region, kernel=True if low else None)
+    if region.family == "attention" and low:
+        inputs = [_operand(frame, v, old, region, back) for v, old in zip(inputs, region.inputs, strict=True)]
     before = [m for op in region.ops for c in op.control_inputs for m in frame.made.get(c.name, ())]
     with tf.control_dependencies(before):
         tensors = inside([v.tensor for v in inputs])
@@ -51,6 +58,18 @@ def run(frame: Frame, region: Region) -> bool:
     for op in region.ops:
         frame.made[op.name] = [t.op for t in tensors]
     return True
+
+
+def _operand(frame: Frame, value: Value, old: Any, region: Region, low: tf.DType) -> Value:
+    """Queries, keys and values come low into attention; a mask or a bias that is added to the scores as it is."""
+    names = {op.name for op in region.ops}
+    users = [u for u in old.consumers() if u.name in names]
+    if not castable(value.dtype) or value.weak or not all(u.type in _MULTIPLYING for u in users):
+        return value
+    return value._replace(tensor=frame.cast(value, low))
+
+
+_MULTIPLYING = CONTRACTIONS | VIEW | {"Mul", "RealDiv", "Cast"}
 
 
 def _ready(frame: Frame, region: Region) -> bool:

@@ -123,6 +123,8 @@ class Frame:
             self.contraction(op, family)
         elif op.name in self.plan.additions and self.addition(op):
             return
+        elif op.name in self.plan.joined and self.joined(op):
+            return
         elif op.type in VIEW and self.raw(op.inputs[self.operand(op)]).pending is not None:
             self.view_of_pending(op)
         else:
@@ -279,11 +281,15 @@ class Frame:
             inputs = [self.cast(v, F32) for v in values]
             self.write(op, self.create(op, inputs), Value(None, pinned=int(kept)))
             return
-        low = {i: self.cast(values[i], target, gradient=PASS if values[i].dtype == F32 else None) for i in floats}
+        steps = [i for i in floats if op.inputs[i].op.name in self.plan.inner and values[i].dtype == F32]
+        low = {i: self.cast(values[i], target, gradient=PASS if values[i].dtype == F32 else None)
+               for i in floats if i not in steps}  # fmt: skip
         attrs = [attr for attr, _ in build.signature(op).inputs]
-        if self.rp.native and self.computes(op, attrs, floats, target):
+        if self.rp.native and not steps and self.computes(op, attrs, floats, target):
             inputs = [low.get(i, v.tensor) for i, v in enumerate(values)]
             self.write(op, self.create(op, inputs))
+            if op.name in self.plan.wide:
+                self.values[op.outputs[0].name] = Value(build.cast(self.values[op.outputs[0].name].tensor, F32))
             return
         inputs = [v.tensor for v in values]
         for i, x in low.items():
@@ -291,7 +297,7 @@ class Frame:
             inputs[i] = self.cast(Value(x), F32, kernel=True, gradient=gradient)
         new = self.create(op, inputs, gradient=KERNEL)
         self.write(op, new, Value(None, pending=target if op.name in self.plan.biased else None))
-        if op.name not in self.plan.biased and op.name not in self.plan.wide:
+        if not any(op.name in names for names in (self.plan.biased, self.plan.wide, self.plan.inner)):
             self.values[op.outputs[0].name] = Value(build.cast(new.outputs[0], target))
 
     def view_of_pending(self, op: Any) -> None:
@@ -324,6 +330,22 @@ class Frame:
         new = self.create(op, [pair[0], pair[1]])
         self.write(op, new)
         self.values[op.outputs[0].name] = Value(build.cast(new.outputs[0], total.pending))
+        return True
+
+    def joined(self, op: Any) -> bool:
+        """A bias added to a sum of several products, which is low: the bias counts as low too."""
+        which = self.plan.joined[op.name]
+        total, bias = self.read(op.inputs[1 - which]), self.read(op.inputs[which])
+        if not castable(total.dtype) or total.dtype == F32 or bias.dtype != F32 or not bias.stored or bias.pinned:
+            return False
+        target = self.rp.rules.target("matmul", self.names(op))
+        if target is not None and target != total.dtype:
+            return False
+        narrow = self.cast(bias, total.dtype, gradient=PASS)
+        pair = {1 - which: self.cast(total, F32, kernel=True), which: self.cast(Value(narrow), F32, True, PASS)}
+        new = self.create(op, [pair[0], pair[1]])
+        self.write(op, new)
+        self.values[op.outputs[0].name] = Value(build.cast(new.outputs[0], total.dtype))
         return True
 
     # ---- the author's regions -----------------------------------------------------------------------------------
