@@ -27,10 +27,13 @@ SPECIAL: dict[str, str] = {
 """Functions with a treatment of their own in :mod:`precision_torch.op_treatments`, by bare name."""
 
 
-ENTERS_MATMULS = frozenset(
-    [*APART, "corrcoef", "cov", "norm", "nuclear_norm", "triplet_margin_with_distance_loss", "pairwise_distance"]
+MADE_OF_OTHERS = (
+    frozenset(
+        """corrcoef cov norm nuclear_norm triplet_margin_with_distance_loss pairwise_distance __rdiv__ __rtruediv__""".split()  # noqa: SIM905
+    )
+    | APART
 )
-"""Functions of float32 families, beside ``linalg``, that may come to a matmul inside, which autocast would make low."""
+"""Functions, beside those of ``linalg``, that come to others inside which would be treated once more."""
 
 
 class Plan:
@@ -60,7 +63,7 @@ class Plan:
             treatment = self._treatment(name, family, native)
             if treatment is not None:
                 off = (
-                    native is not None or family in ("linalg", "matmul", "conv", "attention") or name in ENTERS_MATMULS
+                    native is not None or family in ("linalg", "matmul", "conv", "attention") or name in MADE_OF_OTHERS
                 )
                 plain = self.families.get(family) in (None, "float32")
                 parts = treatment in ("cell", "body")  # which are treated themselves

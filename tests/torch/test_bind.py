@@ -115,8 +115,9 @@ def test_another_frameworks_tensor_is_refused():
         bind().cast_to_compute({"w": jnp.ones(2)})
 
 
-def test_family_rules_say_once_that_autocast_does_not_see_them():
-    mp = bind(PrecisionPolicy(compute_dtype="bfloat16", rules=(Rule(family="softmax", dtype="bfloat16"),)))
+def test_native_autocasting_says_once_that_it_does_not_see_family_rules():
+    policy = PrecisionPolicy(compute_dtype="bfloat16", rules=(Rule(family="softmax", dtype="bfloat16"),))
+    mp = precision.bind(policy, backend="torch", device="cpu", native_autocast=True)
     with pytest.warns(PrecisionWarning, match="softmax"):
         mp.autocast()
     import warnings
@@ -124,6 +125,7 @@ def test_family_rules_say_once_that_autocast_does_not_see_them():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mp.autocast()
+        bind(policy).autocast()
 
 
 def test_float16_training_without_a_loss_scale_is_refused_at_every_entry():
