@@ -78,9 +78,16 @@ class TensorFlowPolicy(BoundPolicy):
         """A layer that passes its input on in the output dtype; the last one of a model."""
         return output_layer(self.policy, name)
 
-    def prepare(self, model: keras.Model, *, guard: bool = True) -> keras.Model:
-        """Make a model leave in the output dtype and keep its statistics on skipped steps; see :func:`.prepare.prepare`."""
-        return prepare(self.policy, model, guard=guard)
+    def prepare(self, model: keras.Model, *, guard: bool = True, autocast: bool = False) -> keras.Model:
+        """Make a model leave in the output dtype and keep its statistics on skipped steps; see :func:`.prepare.prepare`.
+
+        Args:
+            model: a built Keras model.
+            guard: whether skipped steps put non-trainable state back.
+            autocast: whether ``fit``, ``evaluate`` and ``predict`` cast op by op (:meth:`autocast`) instead of leaving each
+                layer to its dtype policy. The model is made of float32 layers then, outside of :meth:`scope`.
+        """
+        return prepare(self.policy, model, guard=guard, autocast=self.autocast if autocast else None)
 
     # ---- functions and trees -------------------------------------------------------------------------------------
 

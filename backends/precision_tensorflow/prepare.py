@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -24,7 +25,13 @@ def output_layer(policy: PrecisionPolicy, name: str | None = None) -> keras.laye
     return keras.layers.Activation("linear", dtype=policy.output_dtype, name=name)
 
 
-def prepare(policy: PrecisionPolicy, model: keras.Model, *, guard: bool = True) -> keras.Model:
+def prepare(
+    policy: PrecisionPolicy,
+    model: keras.Model,
+    *,
+    guard: bool = True,
+    autocast: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+) -> keras.Model:
     """Check a model against the policy and mend what Keras leaves open.
 
     * **Outputs.** A Sequential or functional model with outputs in another dtype is continued by a casting layer on
@@ -33,6 +40,8 @@ def prepare(policy: PrecisionPolicy, model: keras.Model, *, guard: bool = True) 
     * **Statistics.** With a loss scale that can skip steps, every training step (``fit``, ``train_on_batch``) puts
       BatchNorm statistics and other non-trainable state back when it is skipped.
     * **Several workers.** ``fit`` runs under ``MultiWorkerMirroredStrategy``; see :mod:`.multiworker`.
+    * **Op-level autocast.** With ``autocast`` the model's ``call`` goes through it, in ``fit``, ``evaluate``, ``predict`` and
+      elsewhere; its layers stay float32 ones, and its results leave in the output dtype without another layer.
     * **Warnings.** A module rule that covers no layer, a model without any layer in the compute dtype (one made outside
       ``mp.scope()``), and layers whose bias gradient TensorFlow sums in bfloat16 on this device, are warned of.
 
@@ -42,6 +51,7 @@ def prepare(policy: PrecisionPolicy, model: keras.Model, *, guard: bool = True) 
         policy: the policy.
         model: a built Keras model, not compiled yet if outputs are to be added.
         guard: whether skipped steps put non-trainable state back.
+        autocast: ``mp.autocast``, if ops are to be cast one by one rather than layers by their own policies.
 
     Returns:
         The model itself, or one that shares its layers.
@@ -55,9 +65,10 @@ def prepare(policy: PrecisionPolicy, model: keras.Model, *, guard: bool = True) 
         raise PolicyError(
             "mp.prepare needs a built model: call it on a batch first, or start it with keras.Input, or call build()."
         )
-    _warn(policy, model)
-    with PolicyScope(model.dtype_policy):  # a model made here keeps the policy of the one it is made from
-        prepared = _with_outputs(policy, model)
+    if autocast is not None:
+        prepared = _with_autocast(policy, model, autocast)
+    else:
+        prepared = _by_layers(policy, model)
     if guard and policy.loss_scale.mode != "none":
         guard_steps(prepared)
     mend_fit(prepared)
@@ -89,6 +100,48 @@ def _with_outputs(policy: PrecisionPolicy, model: keras.Model) -> keras.Model:
         return keras.Sequential([keras.Input(tensor=model.inputs[0]), *layers], name=model.name)
     named = [cast(tensor, name) for tensor, name in zip(outputs, model.output_names, strict=True)]
     return keras.Model(model.input, keras.tree.pack_sequence_as(model.output, named), name=model.name)
+
+
+def _by_layers(policy: PrecisionPolicy, model: keras.Model) -> keras.Model:
+    _warn(policy, model)
+    with PolicyScope(model.dtype_policy):  # a model made here keeps the policy of the one it is made from
+        return _with_outputs(policy, model)
+
+
+def _with_autocast(policy: PrecisionPolicy, model: keras.Model, autocast: Callable[..., Any]) -> keras.Model:
+    """The same model, whose ``call`` is autocast op by op. Losses that layers add inside come out with its results."""
+    layers = [layer for layer in model._flatten_layers(include_self=False) if layer.weights]
+    low = [layer.path for layer in layers if layer.compute_dtype != "float32" and layer.compute_dtype != "float64"]
+    if low:
+        raise PolicyError(
+            f"mp.prepare(autocast=True) casts op by op and takes float32 layers; {low[0]} computes in another dtype already. "
+            "Make the model outside of mp.scope(), or leave autocast out."
+        )
+    inner = model.call
+    if getattr(inner, "_precision_autocast", None) == policy:
+        return model
+
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        results = inner(*args, **kwargs)
+        added = [loss for layer in model._flatten_layers() for loss in layer._losses]
+        model._clear_losses()
+        return results, added
+
+    cast = autocast(whole)
+
+    @functools.wraps(inner)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, keras.KerasTensor) for x in keras.tree.flatten((args, kwargs))):
+            return inner(*args, **kwargs)
+        results, added = cast(*args, **kwargs)
+        for loss in added:
+            keras.layers.Layer.add_loss(model, loss)  # a functional model refuses its own
+        return results
+
+    call._precision_autocast = policy  # type: ignore[attr-defined]
+    model.call = call
+    model.train_function = model.test_function = model.predict_function = None  # made with the call as it was
+    return model
 
 
 def _with_cast_call(policy: PrecisionPolicy, model: keras.Model) -> keras.Model:

@@ -18,13 +18,34 @@ KERNEL = "PrecisionAutocastKernel"
 _numbers = itertools.count(1)
 
 
-@tf.RegisterGradient(PASS)
+def _unsaved(tensors: Sequence[Any]) -> list[Any]:
+    """In the place of a gradient when a SavedModel is written: the model can be run, not trained further, once loaded."""
+    told = "a SavedModel written under mp.autocast holds no gradients: load the weights into the model's code to train on"
+    with tf.control_dependencies([tf.debugging.Assert(False, [told])]):
+        return [tf.identity(x) for x in tensors]
+
+
+def _registered(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a gradient. TensorFlow calls those of a SavedModel's ops without the op."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        @tf.autograph.experimental.do_not_convert
+        def gradient(op: Any, *grads: Any) -> Any:
+            return function(op, *grads) if op is not None else _unsaved(grads)
+
+        tf.RegisterGradient(name)(gradient)
+        return function
+
+    return register
+
+
+@_registered(PASS)
 def _pass(op: Any, grad: Any) -> Any:
     """Of a cast on the way into a product: the product's gradient as it comes, in the end in the dtype of what was cast."""
     return grad if op.outputs[0].dtype == F32 else build.cast(grad, op.inputs[0].dtype)
 
 
-@tf.RegisterGradient(KERNEL)
+@_registered(KERNEL)
 def _kernel(op: Any, *grads: Any) -> list[Any]:
     """Of a float32 op on operands that were low: from the low ones, which are all that is kept."""
     floats = [i for i, x in enumerate(op.inputs) if castable(x.dtype)]
@@ -48,18 +69,16 @@ class Rule:
 
     def __init__(self, results: int, backward: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]) -> None:
         self.results, self.backward = results, backward
-        self.inputs: list[Any] = []
 
     def __call__(self, op: Any, *grads: Any) -> list[Any]:
         """What TensorFlow calls."""
-        inputs = self.inputs if op is None else list(op.inputs)
+        inputs = list(op.inputs)
         return [None] * self.results + list(self.backward(grads[: self.results], inputs[self.results :]))
 
 
 def with_rule(rule: Rule, results: Sequence[Any], through: Sequence[Any], name: str | None = None) -> list[Any]:
     """Give results a gradient of their own with respect to other tensors."""
     graph = tf_ops.get_default_graph()
-    rule.inputs = [*results, *through]
     # The graph keeps the rule, and with it what the rule holds; TensorFlow's registry, which never forgets, does not.
     build.keep(graph, rule)
     registered = f"PrecisionAutocastRule{next(_numbers)}"
@@ -69,7 +88,7 @@ def with_rule(rule: Rule, results: Sequence[Any], through: Sequence[Any], name: 
         alive = weak()
         return alive(op, *grads) if alive is not None else [None] * len(op.inputs)
 
-    tf.RegisterGradient(registered)(gradient)
+    _registered(registered)(gradient)
     with graph.gradient_override_map({"IdentityN": registered}):
-        outputs = tf.raw_ops.IdentityN(input=rule.inputs, name=name)
+        outputs = tf.raw_ops.IdentityN(input=[*results, *through], name=name)
     return list(outputs[: len(results)])
