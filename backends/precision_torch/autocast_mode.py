@@ -24,6 +24,7 @@ from precision_torch.op_treatments import (
     cast_arguments,
     cell_of,
     in_range,
+    into_first,
     masked,
     resize_family,
     with_statistics,
@@ -77,6 +78,8 @@ class TableMode(TorchFunctionMode):
             return torch.unflatten, args, kwargs
         if treatment in ("cell", "body"):
             return self.inside, (cell_of(function) if treatment == "cell" else BODIES[function], args, kwargs), {}
+        if treatment == "into":
+            return function, into_first(args, device_type), kwargs
         if treatment == "attention":
             treatment = self.of("attention" if function is SDPA else "matmul")
             args, kwargs = masked(function, treatment, device_type, args, kwargs)

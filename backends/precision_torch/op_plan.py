@@ -21,6 +21,9 @@ SPECIAL: dict[str, str] = {
     "where": "constants", "masked_fill": "constants", "masked_fill_": "constants",
     "scaled_dot_product_attention": "attention", "baddbmm": "attention",
     "lstm_cell": "cell", "gru_cell": "cell", "rnn_tanh_cell": "cell", "rnn_relu_cell": "cell",
+    **dict.fromkeys(
+        ("__setitem__", "index_put_", "index_add_", "index_copy_", "scatter_", "scatter_add_", "scatter_reduce_",
+         "masked_scatter_", "lerp_"), "into"),
     "batch_norm": "statistics", "instance_norm": "statistics",
     "multi_head_attention_forward": "body", "linear_cross_entropy": "body",
 }  # fmt: skip
@@ -66,7 +69,7 @@ class Plan:
                     native is not None or family in ("linalg", "matmul", "conv", "attention") or name in MADE_OF_OTHERS
                 )
                 plain = self.families.get(family) in (None, "float32")
-                parts = treatment in ("cell", "body")  # which are treated themselves
+                parts = treatment in ("cell", "body", "into")  # treated themselves, or not at all
                 self.treatments[function] = treatment, self.enabled and not parts and (off or not plain)
         if self.treatments and self.enabled:
             self.treatments[torch._C._set_grad_enabled] = "grad_mode", False

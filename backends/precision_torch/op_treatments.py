@@ -107,6 +107,16 @@ def in_range(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return tuple(bound(item) for item in args), {key: bound(item) for key, item in kwargs.items()}
 
 
+def into_first(args: Any, device_type: str) -> Any:
+    """Arguments of a function that writes into its first: the values come in its dtype, as they do in ``copy_``."""
+    target = args[0].dtype
+    found: list[Any] = []
+    look(args, device_type, found)
+    if target not in NAME or torch.float64 in found or found.count(target) == len(found):
+        return args
+    return (args[0], *cast_all(args[1:], device_type, target))
+
+
 def narrow_mask(mask: Any, dtype: torch.dtype) -> Any:
     """An additive mask in a low dtype: finite stays finite, minus infinity stays."""
     if not isinstance(mask, torch.Tensor) or mask.dtype not in (torch.float32, *LOW) or mask.dtype is dtype:
@@ -134,20 +144,24 @@ def masked(function: Any, treatment: str, device_type: str, args: Any, kwargs: A
 def with_statistics(function: Any, treatment: str, device_type: str) -> Callable[..., Any]:
     """Batch and instance norm, with running statistics that are updated in the dtype they are kept in.
 
-    In float32 everything is cast, and what was a low statistic written back. In a low dtype only the input is: the kernels
-    take float32 parameters and statistics beside it.
+    In float32 everything is cast, and what was a low statistic written back. In a low dtype, where they are updated, only the
+    input is: the kernels take float32 parameters and statistics beside it.
     """
     places = (1, 2) if isinstance(function, types.FunctionType) else (3, 4)
+    default = function is torch.nn.functional.instance_norm
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if treatment not in ("float32", "promote", "follow"):
+        given = kwargs.get("training", kwargs.get("use_input_stats", args[5] if len(args) > 5 else default))
+        statistics = [args[i] for i in places if i < len(args)] + [kwargs.get("running_mean"), kwargs.get("running_var")]
+        updates = given and any(each is not None for each in statistics)
+        if updates and treatment not in ("float32", "promote", "follow"):
             cast, _ = cast_arguments(treatment, device_type, args[:1], {})
             return function(*cast, *args[1:], **kwargs)
         cast, named = cast_arguments(treatment, device_type, args, kwargs)
         result = function(*cast, **named)
         pairs = [(args[i], cast[i]) for i in places if i < len(args)]
         pairs += [(kwargs[key], named[key]) for key in ("running_mean", "running_var") if key in kwargs]
-        for old, new in pairs:
+        for old, new in pairs if updates else ():
             if new is not old and isinstance(old, torch.Tensor):
                 with torch.no_grad():
                     old.copy_(new)

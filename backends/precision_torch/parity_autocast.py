@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from precision.parity.adapter import OpResult
@@ -35,6 +36,11 @@ class Watch(TorchDispatchMode):
         self._kept: list[Any] = list(inputs)  # so that no id is used again
         self._which = {id(tensor): i for i, tensor in enumerate(inputs)}
 
+    def note(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor is taken as it is."""
+        if id(tensor) in self._which:
+            self.taken[self._which[id(tensor)]].add(dtype_name(tensor.dtype))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         ours = [(self._which[id(t)], t) for t in given if id(t) in self._which]
@@ -55,6 +61,26 @@ class Watch(TorchDispatchMode):
                         dtype = torch.promote_types(dtype, other)
                 self.taken[i].add(dtype_name(dtype))
         return result
+
+
+class Called(TorchFunctionMode):
+    """For functions whose kernels are made of others that widen inside: what they are called with is what they take.
+
+    It is entered before autocasting, so that it sees calls after the table's casts.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.rms_norm:
+            return func(*args, **(kwargs or {}))
+        for tensor in args:
+            if isinstance(tensor, torch.Tensor):
+                self.watch.note(tensor)
+        with torch.utils._python_dispatch._disable_current_modes():
+            return func(*args, **(kwargs or {}))
 
 
 def first(x: torch.Tensor) -> torch.Tensor:
@@ -187,7 +213,7 @@ CASES: dict[str, Callable[..., torch.Tensor]] = {
 def run_case(mp: Any, name: str, inputs: Sequence[torch.Tensor]) -> OpResult:
     """Run a case under ``mp.autocast()`` and tell what was observed; an input that is only moved leaves as the result does."""
     watch = Watch(inputs)
-    with torch.no_grad(), mp.autocast(), watch:
+    with torch.no_grad(), Called(watch), mp.autocast(), watch:
         result = CASES[name](*inputs)
     gives = dtype_name(result.dtype)
     takes = [
