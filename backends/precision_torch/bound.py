@@ -13,8 +13,9 @@ from precision.policy import PrecisionPolicy
 from precision_torch import regions
 from precision_torch.agreement import Group, require_group
 from precision_torch.attachments import attachments
+from precision_torch.capabilities import capabilities_of
 from precision_torch.clipping import clip, require_clip
-from precision_torch.dtypes import TORCH, cast, torch_dtype
+from precision_torch.dtypes import NAME, TORCH, cast, torch_dtype
 from precision_torch.engines import distributed
 from precision_torch.grad_scaler import PrecisionGradScaler
 from precision_torch.loss_scaler import TorchLossScaler
@@ -70,6 +71,7 @@ class TorchPolicy(SeveralDevices, BoundPolicy):
         self.compute_dtype = TORCH[policy.compute_dtype]
         self.output_dtype = TORCH[policy.output_dtype]
         self._device_type = device.type
+        self._computes = tuple(TORCH[c.dtype] for c in capabilities_of(device) if c.support in ("native", "slow"))
         self._scaler: PrecisionGradScaler | None = None
 
     def __repr__(self) -> str:
@@ -104,8 +106,18 @@ class TorchPolicy(SeveralDevices, BoundPolicy):
         return region if fn is None else region(fn)
 
     def island(self, dtype: Any = "float32") -> regions.Island:
-        """A region that keeps a dtype whatever is around it; see :class:`Island`."""
-        return regions.Island(self._device_type, torch_dtype(dtype))
+        """A region that keeps a dtype whatever is around it; see :class:`Island`.
+
+        Raises:
+            PolicyError: not a policy dtype, or one that the device does not compute in.
+        """
+        chosen = torch_dtype(dtype)
+        if chosen not in self._computes:
+            raise PolicyError(
+                f"an island in {NAME[chosen]}: {self.device} does not compute in it. It computes in "
+                f"{', '.join(NAME[each] for each in self._computes)}."
+            )
+        return regions.Island(self._device_type, chosen)
 
     def op(self, family: str) -> Callable[[Callable[..., Any]], Any]:
         """Mark a function with its op family: a decorator.

@@ -152,7 +152,10 @@ def with_statistics(function: Any, treatment: str, device_type: str) -> Callable
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = kwargs.get("training", kwargs.get("use_input_stats", args[5] if len(args) > 5 else default))
-        statistics = [args[i] for i in places if i < len(args)] + [kwargs.get("running_mean"), kwargs.get("running_var")]
+        statistics = [args[i] for i in places if i < len(args)] + [
+            kwargs.get("running_mean"),
+            kwargs.get("running_var"),
+        ]
         updates = given and any(each is not None for each in statistics)
         if updates and treatment not in ("float32", "promote", "follow"):
             cast, _ = cast_arguments(treatment, device_type, args[:1], {})

@@ -150,6 +150,11 @@ def test_module_rules_that_match_nothing_are_reported():
         bind(policy(("tail", "float32"))).prepare(Net())
 
 
+def test_an_island_in_a_dtype_without_arithmetic_is_refused():
+    with pytest.raises(PolicyError, match="float8_e4m3fn.*computes in float32"):
+        bind().island("float8_e4m3fn")
+
+
 def test_island_inside_of_everything():
     mp = bind(policy(("softmax", "bfloat16")))
     with mp.autocast(), mp.island("float32") as cast:

@@ -204,6 +204,24 @@ def test_compiled_modules(prepared):
     assert model.cell.weight_ih.grad.dtype is F32
 
 
+def test_compiled_modules_under_rules():
+    rules = (Rule(family="softmax", dtype="bfloat16"), Rule(module="1", dtype="float32"))
+    mp = bind(PrecisionPolicy(compute_dtype="bfloat16", rules=rules))
+    model, x = (
+        nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 4))),
+        torch.rand(2, 4),
+    )
+    seen = []
+    model[1].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    for part in model[1][:2]:
+        part.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    mp.prepare(model)
+    with mp.autocast():
+        expected, found = model(x), compiled(model)(x)
+    assert seen == [F32, BF16, F32] * 2
+    assert torch.equal(found, expected)
+
+
 def test_compiled_checkpoints():
     block, mp, x = Block(), bind(), torch.linspace(-2, 2, 32).view(4, 8).requires_grad_()
     expected = gradients(block, "plain", mp.autocast(), x)
