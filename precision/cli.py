@@ -151,7 +151,7 @@ def ops(
     if markdown:
         print(coverage_page(tables), end="")
         return
-    found = look_up(tables, name.removeprefix("F.") if name else "")
+    found = look_up(tables, name or "")
     if name and not any(found.values()):
         raise PrecisionError(f"no op named {name!r} in {', '.join(tables)}. precision ops lists all.")
     if as_json:

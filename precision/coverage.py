@@ -17,17 +17,19 @@ _TREATMENTS = {
 
 
 def look_up(tables: Tables, name: str) -> dict[str, list[OpEntry]]:
-    """The ops of each backend whose name is ``name``, or ends with it after a dot; else those that contain it.
+    """The ops of each backend that are called ``name``; else those with the same last part of their name; else those that contain it.
 
     Args:
         tables: a list of ops a backend, by the backend's name.
         name: as a user would say it (``softmax``, ``torch.nn.functional.gelu``); case does not matter.
     """
     wanted = name.lower()
+    last = wanted.rpartition(".")[2]
     found = {}
     for backend, table in tables.items():
-        same = [e for e in table if e.name.lower() == wanted or e.name.lower().endswith(f".{wanted}")]
-        found[backend] = same or [e for e in table if wanted in e.name.lower()]
+        exact = [e for e in table if e.name.lower() == wanted]
+        same = [e for e in table if e.name.lower().rpartition(".")[2] == last]
+        found[backend] = exact or same or [e for e in table if last in e.name.lower()]
     return found
 
 

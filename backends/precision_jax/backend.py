@@ -9,6 +9,7 @@ import jaxlib
 import optax
 
 from precision.backend import Backend, Capability, require_supported
+from precision.ops import OpEntry
 from precision.policy import PrecisionPolicy
 from precision_jax import devices
 from precision_jax.bound import JaxPolicy
@@ -42,6 +43,12 @@ class JaxBackend(Backend):
     def capabilities(self) -> list[Capability]:
         """What each local device can do with each dtype."""
         return [capability for device in jax.local_devices() for capability in devices.capabilities(device)]
+
+    def op_table(self) -> list[OpEntry]:
+        """Every primitive and every function recognised as a whole, with its family."""
+        from precision_jax.opcast.coverage import op_table
+
+        return op_table()
 
     def parity(self) -> Any:
         """The adapter for the parity suite."""

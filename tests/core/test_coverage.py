@@ -26,6 +26,7 @@ def names(found):
 def test_an_op_is_found_by_its_last_name_else_by_a_part_of_it():
     assert names(look_up(TABLES, "softmax")) == {"one": ["lib.softmax"], "two": ["Softmax"]}
     assert names(look_up(TABLES, "LIB.relu")) == {"one": ["lib.relu"], "two": []}
+    assert names(look_up(TABLES, "tf.nn.softmax")) == {"one": ["lib.softmax"], "two": ["Softmax"]}
     assert names(look_up(TABLES, "soft")) == {"one": ["lib.softmax", "lib.log_softmax"], "two": ["Softmax"]}
     assert names(look_up(TABLES, "nonesuch")) == {"one": [], "two": []}
 
