@@ -20,6 +20,7 @@ from jax.extend import core as jex
 from precision.parity.adapter import NetworkResult, NetworkSpec
 from precision.parity.networks import is_trained
 from precision_jax.autocast import untouched
+from precision_jax.parity_ops import QUICKLY
 
 Weights = Mapping[str, Any]
 
@@ -179,7 +180,7 @@ def autocast_network(spec: NetworkSpec) -> NetworkResult:
     data = jnp.asarray(spec.inputs), jnp.asarray(spec.labels)
     run = untouched(bind(spec.policy, backend="jax"), loss_of(NETWORKS[spec.network]))
     grad = jax.value_and_grad(run, has_aux=True)
-    (loss, logits), grads = (jax.jit(grad) if spec.compiled else grad)(weights, *data)
+    (loss, logits), grads = (jax.jit(grad, compiler_options=QUICKLY) if spec.compiled else grad)(weights, *data)
     modules, saved = kept(run, weights, *data)
     return NetworkResult(
         float(loss),

@@ -20,6 +20,9 @@ from precision_jax.autocast import untouched
 from precision_jax.opcast import marks
 from precision_jax.opcast.families import FAMILY
 
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Options of XLA: a program that runs once is not worth optimising."""
+
 NHWC = ("NHWC", "HWIO", "NHWC")
 
 
@@ -186,7 +189,7 @@ def autocast_ops(mp: Any, calls: Sequence[tuple[str, Sequence[Array]]]) -> list[
         return [run(*arrays) for run, arrays in zip(runs, inputs, strict=True)]
 
     traced = jax.jit(every).trace(inputs)
-    jaxpr, outs = traced.jaxpr.jaxpr, traced.lower().compile()(inputs)
+    jaxpr, outs = traced.jaxpr.jaxpr, traced.lower().compile(QUICKLY)(inputs)
     variables = iter(jaxpr.invars)
     return [
         OpResult(

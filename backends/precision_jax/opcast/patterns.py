@@ -262,6 +262,8 @@ def _known(eqn: Any) -> str | None:
     for code in _own(eqn):  # the outermost counts: logsumexp inside of softmax is softmax
         family = _place(code)
         found = family if family not in (None, "attention") else found
+    if found is None and eqn.primitive.name == "logistic":  # XLA rounds inside of a low one
+        found = "elementwise"
     if found is None and eqn.primitive.name == "jit" and eqn.params["name"] in _NAMES:
         found = next(iter(map(_known, eqn.params["jaxpr"].jaxpr.eqns)), None)  # a known function, compiled for itself
     return found

@@ -26,7 +26,7 @@ class Linen(nn.Module):
 
 
 def linen():
-    params = Linen().init(jax.random.key(0), X)
+    params = jax.jit(Linen().init)(jax.random.key(0), X)
     return Linen().apply, (params, X)
 
 
@@ -86,15 +86,16 @@ def test_the_same_rule_keeps_the_same_module(library):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert products(bind(HEAD).autocast(fun), *args) == ["bfloat16", "float32"]
-    out = jax.jit(bind(HEAD).autocast(fun))(*args) if library != "nnx" else bind(HEAD).autocast(fun)(*args)
-    np.testing.assert_allclose(out, fun(*args), atol=0.05)
+    if library in ("linen", "plain"):
+        out, want = jax.jit(lambda *args: (bind(HEAD).autocast(fun)(*args), fun(*args)))(*args)
+        np.testing.assert_allclose(out, want, atol=0.05)
 
 
 @pytest.mark.parametrize("library", MODELS)
 def test_a_rule_that_matches_nothing_is_reported(library):
     fun, args = MODELS[library]()
     with pytest.warns(PrecisionWarning, match="'haed' matched nothing in the parameters"):
-        bind(Rule(module="haed", dtype="float32")).autocast(fun)(*args)
+        jax.make_jaxpr(bind(Rule(module="haed", dtype="float32")).autocast(fun))(*args)
 
 
 def test_gradients_in_scanned_layers():

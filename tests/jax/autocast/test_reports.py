@@ -20,9 +20,15 @@ def test_attention_with_a_mask_in_float16():
     """google/flax#982: masked attention in float16 gives NaN."""
     net = nn.MultiHeadDotProductAttention(num_heads=2)
     mask = jnp.zeros((4, 1, 6, 6), bool)  # nobody may look at anybody
-    variables = net.init(jax.random.key(0), X, mask=mask)
-    out = FP16.autocast(lambda v, x: net.apply(v, x, mask=mask))(variables, X)
-    np.testing.assert_allclose(out, net.apply(variables, X, mask=mask), atol=0.01)
+
+    @jax.jit
+    def both(x):
+        variables = net.init(jax.random.key(0), x, mask=mask)
+        apply = lambda v, x: net.apply(v, x, mask=mask)  # noqa: E731
+        return FP16.autocast(apply)(variables, x), apply(variables, x)
+
+    out, want = both(X)
+    np.testing.assert_allclose(out, want, atol=0.01)
 
 
 def test_scanned_layers_with_float32_parameters():
@@ -49,7 +55,7 @@ def test_a_backward_rule_wider_than_the_forward_inside_of_a_scan():
         return jax.lax.scan(lambda h, _: (f(h, w), None), X[0], None, length=3)[0].sum()
 
     w = normal(8, 8, scale=0.3)
-    got, want = jax.jit(jax.grad(BF16.autocast(loss)))(w), jax.grad(loss)(w)
+    got, want = jax.jit(lambda w: (jax.grad(BF16.autocast(loss))(w), jax.grad(loss)(w)))(w)
     np.testing.assert_allclose(got, want, rtol=0.05, atol=0.02 * float(jnp.abs(want).max()))
 
 
@@ -68,7 +74,8 @@ def test_the_softmax_inside_of_equinox_attention():
     run = BF16.autocast(lambda m, x: m(x, x, x))
     assert set(products(lambda x: run(attention, x), X[0])) == {"bfloat16"}
     assert set(dtypes(lambda x: run(attention, x), X[0], of="exp")) == {"float32->float32"}
-    np.testing.assert_allclose(run(attention, X[0]), attention(X[0], X[0], X[0]), atol=0.03)
+    out, want = jax.jit(lambda x: (run(attention, x), attention(x, x, x)))(X[0])
+    np.testing.assert_allclose(out, want, atol=0.03)
 
 
 def test_norms_of_equinox_need_no_second_implementation():
@@ -109,9 +116,9 @@ def test_parameters_stay_float32_and_products_do_not():
             return nn.Dense(3, dtype=self.dtype)(nn.relu(nn.Dense(8, dtype=self.dtype)(x)))
 
     for net in (Net(), Net(dtype=jnp.bfloat16)):
-        variables = net.init(jax.random.key(0), X)
+        variables = jax.eval_shape(net.init, jax.random.key(0), X)
         assert set(products(BF16.autocast(net.apply), variables, X)) == {"bfloat16"}
-        grads = jax.grad(lambda v, net=net: BF16.autocast(net.apply)(v, X).sum())(variables)
+        grads = jax.eval_shape(jax.grad(lambda v, net=net: BF16.autocast(net.apply)(v, X).sum()), variables)
         assert {g.dtype.name for g in jax.tree.leaves(grads)} == {"float32"}
 
 
@@ -127,7 +134,8 @@ def test_dot_product_attention_of_jax_in_float16_on_cpus():
     """jax-ml/jax#24047 and others: attention's inner dtypes; on CPUs float16 is refused natively."""
     q = normal(2, 6, 2, 8)
     run = FP16.autocast(lambda q: jax.nn.dot_product_attention(q, q, q, is_causal=True))
-    np.testing.assert_allclose(jax.jit(run)(q), jax.nn.dot_product_attention(q, q, q, is_causal=True), atol=5e-3)
+    out, want = jax.jit(lambda q: (run(q), jax.nn.dot_product_attention(q, q, q, is_causal=True)))(q)
+    np.testing.assert_allclose(out, want, atol=5e-3)
     assert set(dtypes(run, q, of="exp")) == {"float32->float32"}
 
 
