@@ -91,9 +91,7 @@ class TensorFlowPolicy(BoundPolicy):
 
     # ---- functions and trees -------------------------------------------------------------------------------------
 
-    def autocast(
-        self, function: Callable[..., Any], *, recompute: bool = True, jit_compile: bool | None = None
-    ) -> Any:
+    def autocast(self, function: Callable[..., Any], *, recompute: bool = True, jit_compile: bool | None = None) -> Any:
         """Run a function's ops each in the dtype that the policy gives it. A decorator.
 
         The function is traced once for each input signature, as a ``tf.function`` is, and its graph made again op by op with
@@ -120,7 +118,9 @@ class TensorFlowPolicy(BoundPolicy):
             raise PolicyError(f"mp.autocast takes a function of tensors, a Keras layer or model, not {function!r}.")
         if idle(self.policy):
             return function
-        return self.autocast_as_is(function, output=self.policy.output_dtype, recompute=recompute, jit_compile=jit_compile)
+        return self.autocast_as_is(
+            function, output=self.policy.output_dtype, recompute=recompute, jit_compile=jit_compile
+        )
 
     def autocast_as_is(self, function: Callable[..., Any], **options: Any) -> Autocast:
         """:meth:`autocast` whose results leave as they come, also under a policy with nothing to do."""

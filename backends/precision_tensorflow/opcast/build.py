@@ -32,7 +32,9 @@ class Signature(NamedTuple):
 def signature(op: Any) -> Signature:
     """The signature of an op."""
     definition = op_def_registry.get(op.type)
-    if definition is None or any(a.number_attr or a.type_list_attr for a in (*definition.input_arg, *definition.output_arg)):
+    if definition is None or any(
+        a.number_attr or a.type_list_attr for a in (*definition.input_arg, *definition.output_arg)
+    ):
         lengths = _lengths(op, definition)
     else:
         lengths = ()
@@ -195,7 +197,9 @@ def cast(x: Any, dtype: tf.DType, *, kernel: bool | None = None, gradient: str |
         if kernel is not None:
             # What is kept for the backward pass stands beside the path that float32 gradients take through low values:
             # loops that accumulate what is kept give it gradients in its own dtype.
-            kept = graph._create_op_internal("StopGradient", [x], attrs={"T": type_attr(x.dtype)}, name="precision_kept")
+            kept = graph._create_op_internal(
+                "StopGradient", [x], attrs={"T": type_attr(x.dtype)}, name="precision_kept"
+            )
             attrs["_precision_kept"] = attr_value_pb2.AttrValue(s=kept.name.encode())
     return graph._create_op_internal("Cast", [x], attrs=attrs, name="precision_cast").outputs[0]
 

@@ -91,7 +91,9 @@ def _branches(frame: Frame, op: Any, graphs: list[Any], build_op: Callable[..., 
             inner = _inner(frame, op, graph, "own")
             results = inner.run(values)
             cast = [inner.cast(v, d) if d is not None else v.tensor for v, d in zip(results, agreed, strict=True)]
-            return [tf.identity(t) if t.dtype != tf.variant and t.dtype != tf.resource else t for t in cast] or [tf.no_op()]
+            return [tf.identity(t) if t.dtype != tf.variant and t.dtype != tf.resource else t for t in cast] or [
+                tf.no_op()
+            ]
 
         return run
 

@@ -101,24 +101,90 @@ CONTRACTIONS = frozenset(
 """Ops that multiply and accumulate."""
 
 VIEW = frozenset(
-    """Identity Reshape Squeeze ExpandDims Transpose StopGradient PreventGradient EnsureShape Snapshot Slice StridedSlice
-    BroadcastTo Tile CheckNumerics Split SplitV Unpack""".split()
+    [
+        "Identity",
+        "Reshape",
+        "Squeeze",
+        "ExpandDims",
+        "Transpose",
+        "StopGradient",
+        "PreventGradient",
+        "EnsureShape",
+        "Snapshot",
+        "Slice",
+        "StridedSlice",
+        "BroadcastTo",
+        "Tile",
+        "CheckNumerics",
+        "Split",
+        "SplitV",
+        "Unpack",
+    ]
 )
 """Ops whose result shows values of their one floating operand."""
 
-EACH = frozenset("ShapeN".split())
+EACH = frozenset(["ShapeN"])
 """Ops whose operands need not agree: each is treated for itself."""
 
 SELECTING = frozenset(
-    """Select SelectV2 Maximum Minimum ClipByValue PadV2 ConcatV2 Concat Pack Equal NotEqual Less LessEqual Greater
-    GreaterEqual TensorScatterUpdate TensorStridedSliceUpdate MatrixSetDiagV3 DynamicStitch ParallelDynamicStitch
-    TensorScatterMax TensorScatterMin""".split()
+    [
+        "Select",
+        "SelectV2",
+        "Maximum",
+        "Minimum",
+        "ClipByValue",
+        "PadV2",
+        "ConcatV2",
+        "Concat",
+        "Pack",
+        "Equal",
+        "NotEqual",
+        "Less",
+        "LessEqual",
+        "Greater",
+        "GreaterEqual",
+        "TensorScatterUpdate",
+        "TensorStridedSliceUpdate",
+        "MatrixSetDiagV3",
+        "DynamicStitch",
+        "ParallelDynamicStitch",
+        "TensorScatterMax",
+        "TensorScatterMin",
+    ]
 )
 """Ops that give one of their operands: a constant among them is brought into range instead of becoming infinite."""
 
 EXACT = SELECTING | frozenset(
-    """Abs Neg Relu Relu6 ReluGrad Relu6Grad Sign Add AddV2 Sub Mul RealDiv Div DivNoNan BiasAdd Floor Ceil Round Rint AddN
-    LeakyReluGrad MaxPoolGrad MaxPoolGradV2 MaxPool3DGrad TruncateDiv FloorDiv InplaceUpdate SparseConcat""".split()
+    [
+        "Abs",
+        "Neg",
+        "Relu",
+        "Relu6",
+        "ReluGrad",
+        "Relu6Grad",
+        "Sign",
+        "Add",
+        "AddV2",
+        "Sub",
+        "Mul",
+        "RealDiv",
+        "Div",
+        "DivNoNan",
+        "BiasAdd",
+        "Floor",
+        "Ceil",
+        "Round",
+        "Rint",
+        "AddN",
+        "LeakyReluGrad",
+        "MaxPoolGrad",
+        "MaxPoolGradV2",
+        "MaxPool3DGrad",
+        "TruncateDiv",
+        "FloorDiv",
+        "InplaceUpdate",
+        "SparseConcat",
+    ]
 )
 """Elementwise ops that round at most once whichever way they are computed. The others compute low inputs in float32 and
 round their result, as fused kernels do."""
@@ -134,30 +200,30 @@ ENTERED: dict[str, str] = {
 
 _OPAQUE: list[tuple[str, str]] = [
     (r"(Resource|Sparse|ResourceSparse)?Apply.*|Sdca.*|.*Accumulator.*", "updates a variable in its dtype"),
-    (r"(Resource)?Scatter(Nd)?(Add|Sub|Mul|Div|Max|Min|Update)|ResourceGather(Nd)?|.*Variable.*|Assign.*|StridedSliceAssign"
-     r"|ResourceStridedSliceAssign", "a variable keeps its dtype"),
+    ((r"(Resource)?Scatter(Nd)?(Add|Sub|Mul|Div|Max|Min|Update)|ResourceGather(Nd)?|.*Variable.*|Assign.*|StridedSliceAssign"
+     r"|ResourceStridedSliceAssign"), "a variable keeps its dtype"),
     (r".*(Dataset|Iterator|Optional).*|DatasetToSingleElement|GetElementAtIndex|.*TensorMap.*|CompressElement|UncompressElement",
      "datasets and maps keep the dtypes they were made with"),
-    (r"TensorArray.*|TensorList.*|Stack.*|Queue.*|Barrier.*|(Ordered)?Map(Stage|Peek|Unstage.*)|Stage.*|Unstage|.*Feed.*|"
-     r"Infeed.*|Outfeed.*|Prelinearize.*", "lists and queues keep the dtype they were made with"),
-    (r".*(Random|Stateful(Standard|Truncated|Uniform)|Truncated?Normal|Multinomial|Uniform|Sampler|Sobol|NonDeterministic).*|"
-     r"SampleDistorted.*|ComputeAccidentalHits|K(MC2|means).*|Range|LinSpace|OneHot|Empty|ImmutableConst|TPUDummyInput",
+    ((r"TensorArray.*|TensorList.*|Stack.*|Queue.*|Barrier.*|(Ordered)?Map(Stage|Peek|Unstage.*)|Stage.*|Unstage|.*Feed.*|"
+     r"Infeed.*|Outfeed.*|Prelinearize.*"), "lists and queues keep the dtype they were made with"),
+    ((r".*(Random|Stateful(Standard|Truncated|Uniform)|Truncated?Normal|Multinomial|Uniform|Sampler|Sobol|NonDeterministic).*|"
+     r"SampleDistorted.*|ComputeAccidentalHits|K(MC2|means).*|Range|LinSpace|OneHot|Empty|ImmutableConst|TPUDummyInput"),
      "makes or draws values in the dtype it was traced with"),
-    (r".*(PyFunc|RemoteCall|BatchFunction|MapDefun|SymbolicGradient|For|TPUPartitionedCall|CudnnRNN|BlockLSTM|LSTMBlock|GRUBlock)"
-     r".*", "a function or a kernel written for its dtypes"),
+    ((r".*(PyFunc|RemoteCall|BatchFunction|MapDefun|SymbolicGradient|For|TPUPartitionedCall|CudnnRNN|BlockLSTM|LSTMBlock|GRUBlock)"
+     r".*"), "a function or a kernel written for its dtypes"),
     (r".*(Quant|Requant|Dequant).*", "quantised in the dtypes it was traced with"),
     (r".*(TPU|Xla|SparseCore|Minibatch|Embedding|Batch$|Unbatch).*", "a kernel written for its dtypes"),
     (r"Batch|.*Send|.*Recv.*|Send|Recv|CollectiveBcastRecv.*", "what is sent has the dtype that is received"),
-    (r".*(Summary|Debug|Print|Assert|Save|Restore|Parse|Decode|Encode|Serialize|AsString|StringFormat|StringToNumber|Fingerprint|"
-     r"LoadAndRemap|Session|Histogram|EditDistance).*", "files, messages and parsed data have declared dtypes"),
+    ((r".*(Summary|Debug|Print|Assert|Save|Restore|Parse|Decode|Encode|Serialize|AsString|StringFormat|StringToNumber|Fingerprint|"
+     r"LoadAndRemap|Session|Histogram|EditDistance).*"), "files, messages and parsed data have declared dtypes"),
     (r".*(Lookup|HashTable|InitializeTable|BoostedTrees|NearestNeighbors|Bincount|CountSparse|Bucketize|IsotonicRegression).*",
      "tables and counts have declared dtypes"),
     (r"(Ref)?(Enter|Exit|Merge|NextIteration|Switch|Select|Identity)", "control flow of TensorFlow 1"),
     (r"Placeholder.*|FakeParam|ToBool|CheckPinned|.*CompositeTensor.*|WindowOp|Bitcast|Complex|ComplexAbs|Angle|Real|Imag",
      "no floating computation, or one that depends on the bits"),
     (r"Ragged.*|.*Sparse.*", "an index and its values, in the dtypes they were traced with"),
-    (r"Adjust.*|RGBToHSV|HSVToRGB|.*(CropAndResize|Glimpse|BoundingBox|NonMaxSuppression|ImageProjective).*|Audio.*|Mfcc|"
-     r"GenerateBoundingBox.*", "image and sound kernels in float32"),
+    ((r"Adjust.*|RGBToHSV|HSVToRGB|.*(CropAndResize|Glimpse|BoundingBox|NonMaxSuppression|ImageProjective).*|Audio.*|Mfcc|"
+     r"GenerateBoundingBox.*"), "image and sound kernels in float32"),
     (r"CTC.*Decoder|TakeManySparse.*|Conv(ert)To.*", "declared dtypes"),
 ]  # fmt: skip
 

@@ -20,7 +20,9 @@ _numbers = itertools.count(1)
 
 def _unsaved(tensors: Sequence[Any]) -> list[Any]:
     """In the place of a gradient when a SavedModel is written: the model can be run, not trained further, once loaded."""
-    told = "a SavedModel written under mp.autocast holds no gradients: load the weights into the model's code to train on"
+    told = (
+        "a SavedModel written under mp.autocast holds no gradients: load the weights into the model's code to train on"
+    )
     with tf.control_dependencies([tf.debugging.Assert(False, [told])]):
         return [tf.identity(x) for x in tensors]
 

@@ -15,7 +15,9 @@ from precision_tensorflow.opcast.families import CONTRACTIONS, ENTERED, FAMILY, 
 from precision_tensorflow.opcast.notes import castable
 from precision_tensorflow.opcast.record import Record
 
-FLOAT32 = frozenset(n for n, f in FAMILY.items() if f in ("reduction", "transcendental", "linalg", "softmax", "loss", "norm"))
+FLOAT32 = frozenset(
+    n for n, f in FAMILY.items() if f in ("reduction", "transcendental", "linalg", "softmax", "loss", "norm")
+)
 _ADD = frozenset(("Add", "AddV2", "BiasAdd", "BiasAddV1"))
 _ENTERING = frozenset(ENTERED) - {"Cast", "Const", "Fill", "IdentityN"}
 _HOISTED = frozenset(("Const", "Placeholder", "ReadVariableOp"))
@@ -74,7 +76,16 @@ def plan(graph: Any, records: dict[str, Record]) -> Plan:
     regions, within = _regions(operations, records, results)
     biased, additions = _biases(operations, results, within)
     joined, inner = _sums(operations, additions, within), _steps(operations, within)
-    return Plan(operations, biased, additions, joined, inner, _asked(operations, results, additions, within), _wide(operations), regions)
+    return Plan(
+        operations,
+        biased,
+        additions,
+        joined,
+        inner,
+        _asked(operations, results, additions, within),
+        _wide(operations),
+        regions,
+    )
 
 
 def _wide(operations: Any) -> frozenset[str]:
@@ -216,7 +227,9 @@ def _call(op: Any, records: dict[str, Record]) -> known.Known | None:
         if noted.region is not None or noted.known is None:
             return None
         return noted.known if op.type not in CONTRACTIONS or noted.known.family == "attention" else None
-    return known.from_scope(op.name) if not records and "gradient" not in op.name and op.type not in CONTRACTIONS else None
+    return (
+        known.from_scope(op.name) if not records and "gradient" not in op.name and op.type not in CONTRACTIONS else None
+    )
 
 
 def _region(operations: Any, family: str, results: set[str]) -> Region | None:
@@ -225,7 +238,11 @@ def _region(operations: Any, family: str, results: set[str]) -> Region | None:
         op
         for op in operations
         if op.type in _HOISTED
-        and (op.type != "Const" or any(u.name not in names for u in op.outputs[0].consumers()) or op.outputs[0].name in results)
+        and (
+            op.type != "Const"
+            or any(u.name not in names for u in op.outputs[0].consumers())
+            or op.outputs[0].name in results
+        )
     )
     lifted = {op.name for op in hoisted}
     inside = [op for op in operations if op.name not in lifted]

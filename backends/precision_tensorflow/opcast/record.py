@@ -103,9 +103,9 @@ def _watching(records: Records) -> Iterator[None]:
     def profile(frame: Any, event: str, arg: Any) -> None:
         if frame.f_code is code and event == "call":
             x, dtype = frame.f_locals["x"], frame.f_locals["dtype"]
-            if isinstance(x, tf.Tensor) and hasattr(x, "graph") and x.dtype == tf.float32 == tf.as_dtype(dtype):
-                if _by_author(frame.f_back):
-                    records.cast(x)
+            symbolic = isinstance(x, tf.Tensor) and hasattr(x, "graph")
+            if symbolic and x.dtype == tf.float32 == tf.as_dtype(dtype) and _by_author(frame.f_back):
+                records.cast(x)
 
     sys.setprofile(profile)
     try:

@@ -50,7 +50,9 @@ def run(frame: Frame, region: Region) -> bool:
     tensors = [build.cast(t, d) if castable(t.dtype) else t for t, d in zip(tensors, dtypes, strict=True)]
     if frame.rp.recompute and all(region.results) and any(castable(t.dtype) for t in tensors):
         rule = Rule(len(tensors), _Again(inside))
-        tensors = with_rule(rule, tensors, [v.tensor for v in inputs], name=f"{frame.where(region.ops[-1].name)}_region")
+        tensors = with_rule(
+            rule, tensors, [v.tensor for v in inputs], name=f"{frame.where(region.ops[-1].name)}_region"
+        )
     pinned = int(any(v.pinned for v in strong))
     for old, tensor in zip(region.outputs, tensors, strict=True):
         tensor.set_shape(old.shape)

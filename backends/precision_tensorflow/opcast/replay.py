@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.framework import op_def_registry, tensor_util
 from tensorflow.python.framework import ops as tf_ops
-from tensorflow.python.framework import tensor_util
 
-from precision_tensorflow.opcast import build, marks, patterns, regions
+from precision_tensorflow.opcast import build, marks, patterns, products, regions
 from precision_tensorflow.opcast.families import CONTRACTIONS, EACH, EXACT, FAMILY, SELECTING, VIEW
-from precision_tensorflow.opcast.gradients import KERNEL, PASS
+from precision_tensorflow.opcast.gradients import KERNEL
 from precision_tensorflow.opcast.notes import F32, Value, castable, exact, fits, in_range, meet
 from precision_tensorflow.opcast.record import Records
 from precision_tensorflow.opcast.rules import Rules
@@ -120,13 +120,13 @@ class Frame:
         elif op.type in EACH:
             self.write(op, self.create(op, [self.read(x).tensor for x in op.inputs]))
         elif op.type in CONTRACTIONS:
-            self.contraction(op, family)
-        elif op.name in self.plan.additions and self.addition(op):
-            return
-        elif op.name in self.plan.joined and self.joined(op):
+            products.contraction(self, op, family)
+        elif (op.name in self.plan.additions and products.addition(self, op)) or (
+            op.name in self.plan.joined and products.joined(self, op)
+        ):
             return
         elif op.type in VIEW and self.raw(op.inputs[self.operand(op)]).pending is not None:
-            self.view_of_pending(op)
+            products.view_of_pending(self, op)
         else:
             self.ordinary(op, family)
 
@@ -144,9 +144,12 @@ class Frame:
     def raw(self, tensor: Any) -> Value:
         """The value of a traced tensor, a product's sum perhaps not yet rounded."""
         value = self.values[tensor.name]
-        if self.authors and self.authors.get(tensor.name, len(self.plan.operations)) <= self.position and not value.weak:
-            if castable(value.dtype):
-                return Value(self.cast(self._rounded(value), F32), pinned=2)
+        if (
+            self.authors
+            and self.authors.get(tensor.name, len(self.plan.operations)) <= self.position
+            and not value.weak
+        ) and castable(value.dtype):
+            return Value(self.cast(self._rounded(value), F32), pinned=2)
         return value
 
     def read(self, tensor: Any) -> Value:
@@ -233,7 +236,11 @@ class Frame:
         """Cast the floating inputs to one dtype and make the op. Constants take the dtype of what they meet."""
         values = [self.read(x) for x in op.inputs]
         attrs = [attr for attr, _ in build.signature(op).inputs]
-        moving = [i for i, v in enumerate(values) if attrs[i] is not None and castable(v.dtype) and castable(op.inputs[i].dtype)]
+        moving = [
+            i
+            for i, v in enumerate(values)
+            if attrs[i] is not None and castable(v.dtype) and castable(op.inputs[i].dtype)
+        ]
         strong = [values[i] for i in moving if not values[i].weak]
         back = None
         if target is None:
@@ -257,6 +264,8 @@ class Frame:
         gradient = KERNEL if again and self.rp.recompute and not _has_gradient(op) else None
         new = self.create(op, inputs, gradient=gradient)
         notes = _notes(op, values, moving)
+        if notes.weak and notes.number is None:
+            notes = notes._replace(number=_fold(op, values))
         self.write(op, new, notes)
         if back is not None:
             for old, tensor in zip(op.outputs, new.outputs, strict=True):
@@ -267,86 +276,6 @@ class Frame:
         """Whether the device has a kernel for an op in a dtype."""
         device = build.device_of(op, self.rp.device)
         return all(build.computes(op.type, str(a), dtype, device) for a in {attrs[i] for i in moving})
-
-    # ---- products -----------------------------------------------------------------------------------------------
-
-    def contraction(self, op: Any, family: str, target: tf.DType | None = None) -> None:
-        """A matrix product or convolution: low operands, a float32 sum, one rounding (after the bias, if there is one)."""
-        values = [self.read(x) for x in op.inputs]
-        floats = [i for i, x in enumerate(op.inputs) if castable(x.dtype) and castable(values[i].dtype)]
-        pair = [values[i] for i in floats]
-        kept = any(v.pinned == 2 for v in pair) or all(v.pinned for v in pair)
-        target = target or self.rp.rules.target(family, self.names(op)) or meet([v.dtype for v in pair])
-        if kept or target == F32:
-            inputs = [self.cast(v, F32) for v in values]
-            self.write(op, self.create(op, inputs), Value(None, pinned=int(kept)))
-            return
-        steps = [i for i in floats if op.inputs[i].op.name in self.plan.inner and values[i].dtype == F32]
-        low = {i: self.cast(values[i], target, gradient=PASS if values[i].dtype == F32 else None)
-               for i in floats if i not in steps}  # fmt: skip
-        attrs = [attr for attr, _ in build.signature(op).inputs]
-        if self.rp.native and not steps and self.computes(op, attrs, floats, target):
-            inputs = [low.get(i, v.tensor) for i, v in enumerate(values)]
-            self.write(op, self.create(op, inputs))
-            if op.name in self.plan.wide:
-                self.values[op.outputs[0].name] = Value(build.cast(self.values[op.outputs[0].name].tensor, F32))
-            return
-        inputs = [v.tensor for v in values]
-        for i, x in low.items():
-            gradient = PASS if values[i].dtype == F32 else None
-            inputs[i] = self.cast(Value(x), F32, kernel=True, gradient=gradient)
-        new = self.create(op, inputs, gradient=KERNEL)
-        self.write(op, new, Value(None, pending=target if op.name in self.plan.biased else None))
-        if not any(op.name in names for names in (self.plan.biased, self.plan.wide, self.plan.inner)):
-            self.values[op.outputs[0].name] = Value(build.cast(new.outputs[0], target))
-
-    def view_of_pending(self, op: Any) -> None:
-        """A product's float32 sum put into another shape before its bias is added."""
-        value = self.raw(op.inputs[self.operand(op)])
-        inputs = [value.tensor if i == self.operand(op) else self.read(x).tensor for i, x in enumerate(op.inputs)]
-        self.write(op, self.create(op, inputs), Value(None, pending=value.pending))
-
-    def addition(self, op: Any) -> bool:
-        """A bias added to a product's float32 sum, and the one rounding. False if it is no bias of that product after all."""
-        which = self.plan.additions[op.name]
-        total, bias = self.raw(op.inputs[1 - which]), self.read(op.inputs[which])
-        if total.pending is None or not castable(bias.dtype):
-            if total.pending is None and castable(total.dtype) and total.dtype != F32 and bias.stored and not bias.pinned:
-                # a low kernel's product: its bias is low too
-                pair = {1 - which: total.tensor, which: self.cast(bias, total.dtype)}
-                attrs = [attr for attr, _ in build.signature(op).inputs]
-                if self.computes(op, attrs, [0, 1], total.dtype):
-                    self.write(op, self.create(op, [pair[0], pair[1]]))
-                    return True
-            return False
-        if not bias.stored or bias.pinned:
-            return False
-        target = self.rp.rules.target("matmul", self.names(op)) or total.pending
-        wide = self.cast(bias, F32)
-        if target != F32:
-            narrow = self.cast(bias, target, gradient=PASS)
-            wide = self.cast(Value(narrow), F32, kernel=True, gradient=PASS if bias.dtype == F32 else None)
-        pair = {1 - which: total.tensor, which: wide}
-        new = self.create(op, [pair[0], pair[1]])
-        self.write(op, new)
-        self.values[op.outputs[0].name] = Value(build.cast(new.outputs[0], total.pending))
-        return True
-
-    def joined(self, op: Any) -> bool:
-        """A bias added to a sum of several products, which is low: the bias counts as low too."""
-        which = self.plan.joined[op.name]
-        total, bias = self.read(op.inputs[1 - which]), self.read(op.inputs[which])
-        if not castable(total.dtype) or total.dtype == F32 or bias.dtype != F32 or not bias.stored or bias.pinned:
-            return False
-        target = self.rp.rules.target("matmul", self.names(op))
-        if target is not None and target != total.dtype:
-            return False
-        narrow = self.cast(bias, total.dtype, gradient=PASS)
-        pair = {1 - which: self.cast(total, F32, kernel=True), which: self.cast(Value(narrow), F32, True, PASS)}
-        new = self.create(op, [pair[0], pair[1]])
-        self.write(op, new)
-        self.values[op.outputs[0].name] = Value(build.cast(new.outputs[0], total.dtype))
-        return True
 
     # ---- the author's regions -----------------------------------------------------------------------------------
 
@@ -361,7 +290,7 @@ class Frame:
                 return True
             target = decided
         if op.type in CONTRACTIONS and target != F32:
-            self.contraction(op, family, target)
+            products.contraction(self, op, family, target)
         elif family == "shape" and not any(self._enters(x, region) for x in op.inputs):
             self.plain(op, None, family)
         else:
@@ -398,6 +327,20 @@ def _notes(op: Any, values: Sequence[Value], moving: Sequence[int]) -> Value:
     return Value(None, pinned=int(any(v.pinned for v in strong)), weak=not strong)
 
 
+def _fold(op: Any, values: Sequence[Value]) -> float | None:
+    """The number that an op makes of numbers; None if it is not known."""
+    numbers = [v.number for v in values]
+    if len(op.outputs) != 1 or op.outputs[0].shape.rank != 0 or any(n is None for n in numbers):
+        return None
+    definition = op_def_registry.get(op.type)
+    if {a.name for a in definition.attr} != {"T"}:
+        return None
+    names = [argument.name for argument in definition.input_arg]
+    with tf.init_scope():
+        constants = {n: tf.constant(number, x.dtype) for n, number, x in zip(names, numbers, op.inputs, strict=True)}
+        return float(getattr(tf.raw_ops, op.type)(**constants))
+
+
 @handles("Const")
 def _const(frame: Frame, op: Any) -> None:
     new = frame.create(op, [])
@@ -431,4 +374,10 @@ def _author_cast(frame: Frame, op: Any) -> None:
         frame.keep(op, [Value(cast, pinned=2 if wanted == F32 else 0, weak=value.weak, number=value.number)])
         return
     new = frame.create(op, [value.tensor])
-    frame.write(op, new, Value(None, weak=op.inputs[0].dtype == tf.bool and castable(wanted)))
+    number = tensor_util.constant_value(op.outputs[0]) if castable(wanted) and op.outputs[0].shape.rank == 0 else None
+    weak = castable(wanted) and (op.inputs[0].dtype == tf.bool or op.outputs[0].shape.rank == 0)
+    frame.write(op, new, Value(None, weak=weak and not op.inputs[0].dtype.is_floating, number=_number(number)))
+
+
+def _number(array: Any) -> float | None:
+    return None if array is None else float(array)

@@ -155,5 +155,7 @@ def test_what_is_kept_for_backward_is_at_most_0_6_of_float32s(kept):
 
 
 def test_no_float32_scores_or_probabilities_are_kept(kept):
-    square = [t for t in kept["bfloat16"] if t.shape.rank == 4 and t.shape[-1] == t.shape[-2] == 16 and t.dtype != tf.bool]
+    square = [
+        t for t in kept["bfloat16"] if t.shape.rank == 4 and t.shape[-1] == t.shape[-2] == 16 and t.dtype != tf.bool
+    ]
     assert square == []

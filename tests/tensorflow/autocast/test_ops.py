@@ -95,7 +95,12 @@ def test_softmax_and_its_kin_are_float32_whatever_comes_in():
 
     h, *rest = run(function, draw(4, 8), draw(8, 8, seed=1))
     wide = tf.cast(h, tf.float32)
-    plain = (tf.nn.softmax(wide), tf.nn.log_softmax(wide), tf.reduce_logsumexp(wide, -1), tf.math.l2_normalize(wide, -1))
+    plain = (
+        tf.nn.softmax(wide),
+        tf.nn.log_softmax(wide),
+        tf.reduce_logsumexp(wide, -1),
+        tf.math.l2_normalize(wide, -1),
+    )
     for got, want in zip(rest, plain, strict=True):
         assert got.dtype == tf.float32 and close(got, want)
 
