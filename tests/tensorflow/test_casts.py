@@ -74,10 +74,10 @@ def test_symbolic_tensors_are_cast_in_functional_models():
     assert np.array_equal(got, [[1.0, 3.0]])
 
 
-def test_autocast_casts_at_the_boundary_eagerly_and_in_graphs():
+def test_cast_boundary_eagerly_and_in_graphs():
     mp = unscaled("mixed_bfloat16")
 
-    @mp.autocast
+    @mp.cast_boundary
     def double(x, *, scale):
         """Doubles."""
         seen.append((x["a"].dtype.name, scale.dtype.name))
@@ -95,7 +95,7 @@ def test_autograph_still_converts_the_wrapped_function():
     mp = unscaled("mixed_bfloat16")
 
     @tf.function
-    @mp.autocast
+    @mp.cast_boundary
     def halve_while_large(x):
         while tf.reduce_max(x) > 1.0:
             x = x / 2
@@ -148,7 +148,7 @@ def test_another_frameworks_tensor_is_refused():
     mp = precision.bind(PrecisionPolicy(compute_dtype="float16", loss_scale=LossScale(mode="dynamic")), backend="tf")
     tree = {"ours": tf.ones(1), "theirs": torch.ones(1)}
     calls = (
-        mp.cast_to_compute, mp.cast_to_param, mp.cast_to_output, mp.op("norm")(lambda t: t), mp.autocast(lambda t: t),
+        mp.cast_to_compute, mp.cast_to_param, mp.cast_to_output, mp.op("norm")(lambda t: t), mp.cast_boundary(lambda t: t),
         lambda t: mp.loss_scaler.unscale(t, mp.loss_scaler.init()),
     )  # fmt: skip
     for call in calls:
@@ -169,7 +169,7 @@ def test_methods_of_layers_can_be_marked_and_a_spec_is_no_tensor():
         def low(self, x):
             return self, x
 
-        @mp.autocast
+        @mp.cast_boundary
         def both(self, x):
             return self, tf.convert_to_tensor(x.dtype.name), x
 

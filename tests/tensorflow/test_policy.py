@@ -166,7 +166,7 @@ def test_family_rules_are_warned_of_once():
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         mp.keras_policy()
-        mp.autocast(tf.identity)
+        mp.cast_boundary(tf.identity)
         mp.scope()
     assert [w.category for w in seen] == [PrecisionWarning]
     assert "op families (softmax) reach only functions marked with mp.op" in str(seen[0].message)
