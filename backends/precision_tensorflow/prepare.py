@@ -68,7 +68,9 @@ def prepare(
     if autocast is not None:
         prepared = _with_autocast(policy, model, autocast)
     else:
-        prepared = _by_layers(policy, model)
+        _warn(policy, model)
+        with PolicyScope(model.dtype_policy):  # a model made here keeps the policy of the one it is made from
+            prepared = _with_outputs(policy, model)
     if guard and policy.loss_scale.mode != "none":
         guard_steps(prepared)
     mend_fit(prepared)
@@ -100,12 +102,6 @@ def _with_outputs(policy: PrecisionPolicy, model: keras.Model) -> keras.Model:
         return keras.Sequential([keras.Input(tensor=model.inputs[0]), *layers], name=model.name)
     named = [cast(tensor, name) for tensor, name in zip(outputs, model.output_names, strict=True)]
     return keras.Model(model.input, keras.tree.pack_sequence_as(model.output, named), name=model.name)
-
-
-def _by_layers(policy: PrecisionPolicy, model: keras.Model) -> keras.Model:
-    _warn(policy, model)
-    with PolicyScope(model.dtype_policy):  # a model made here keeps the policy of the one it is made from
-        return _with_outputs(policy, model)
 
 
 def _with_autocast(policy: PrecisionPolicy, model: keras.Model, autocast: Callable[..., Any]) -> keras.Model:
