@@ -22,7 +22,7 @@ from torch import nn
 
 import precision
 
-SIZES = {"small": (2, 64, 2, 16, 8), "mid-size": (4, 256, 4, 128, 8)}
+SIZES = {"small": (2, 64, 2, 16, 8), "mid-size": (4, 192, 4, 64, 4)}
 """Layers, width, heads, tokens, rows."""
 
 
