@@ -10,11 +10,13 @@ import numpy as np
 import optax
 
 from precision.backend import BoundPolicy
+from precision.errors import PolicyError
 from precision.formats import canonical_dtype
 from precision.policy import PrecisionPolicy
 from precision_jax import autocast as _autocast
 from precision_jax.casting import RuleWatch, cast_by_rules, cast_tree, numpy_dtype
 from precision_jax.clipping import clip_by_global_norm, global_norm
+from precision_jax.devices import capabilities, find_device
 from precision_jax.divergence import Divergence
 from precision_jax.gradients import value_and_grad as _value_and_grad
 from precision_jax.optimizer import wrap_optimizer
@@ -195,6 +197,11 @@ class JaxPolicy(BoundPolicy):
     def island(self, dtype: Any = "float32") -> Any:
         """A decorator that casts a function's floating arguments (not float64) to a dtype; results as it gives them.
 
+        Of nested islands the innermost counts.
+
+        Raises:
+            PolicyError: not a policy dtype, or one that the device does not compute in.
+
         Example:
             >>> import jax.numpy as jnp, precision
             >>> mp = precision.bind("mixed_bfloat16", backend="jax")
@@ -204,6 +211,11 @@ class JaxPolicy(BoundPolicy):
         if callable(dtype) and not isinstance(dtype, type):  # @mp.island, without brackets
             return _autocast.island("float32")(dtype)
         name = canonical_dtype(dtype)
+        able = [c.dtype for c in capabilities(find_device(self.device)) if c.support in ("native", "slow")]
+        if name not in able:
+            raise PolicyError(
+                f"an island in {name}: {self.device} does not compute in it. It computes in {', '.join(able)}."
+            )
         return _autocast.CastRegion(_autocast.island(name), "mp.island()")
 
     def op(self, family: str) -> Any:

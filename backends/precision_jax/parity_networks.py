@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ from precision.parity.adapter import NetworkResult, NetworkSpec
 from precision.parity.networks import is_trained
 from precision_jax.autocast import untouched
 from precision_jax.parity_ops import QUICKLY
+
+if TYPE_CHECKING:
+    from precision_jax.bound import JaxPolicy
 
 Weights = Mapping[str, Any]
 
@@ -178,7 +181,7 @@ def autocast_network(spec: NetworkSpec) -> NetworkResult:
 
     weights = {n: jnp.asarray(a) for n, a in spec.weights.items() if is_trained(n)}
     data = jnp.asarray(spec.inputs), jnp.asarray(spec.labels)
-    run = untouched(bind(spec.policy, backend="jax"), loss_of(NETWORKS[spec.network]))
+    run = untouched(cast("JaxPolicy", bind(spec.policy, backend="jax")), loss_of(NETWORKS[spec.network]))
     grad = jax.value_and_grad(run, has_aux=True)
     (loss, logits), grads = (jax.jit(grad, compiler_options=QUICKLY) if spec.compiled else grad)(weights, *data)
     modules, saved = kept(run, weights, *data)

@@ -49,6 +49,42 @@ def same_on_all(*arrays):
             np.testing.assert_array_equal(other, first)
 
 
+# ---- autocast ------------------------------------------------------------------------------------------------------
+
+
+@case
+def autocast_enters_shard_map_and_keeps_shardings():
+    """On four devices as on one: forward, gradients (summed over the mesh), and where the results are."""
+    mp, mesh = bind(PrecisionPolicy(compute_dtype="bfloat16")), mesh_of()
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((8, 16), (16, 16)))
+
+    def local(w, x):
+        return jnp.mean(jax.nn.softmax(jnp.tanh(x @ w) @ w.T) ** 2)
+
+    def averaged(w, x):
+        return lax.pmean(local(w, x), "data")
+
+    want = jax.jit(jax.value_and_grad(mp.autocast(local)))(w, x)
+    specs = {"mesh": mesh, "in_specs": (P(), P("data")), "out_specs": P()}
+    split = put(mesh, P("data"), x)
+    for run in (
+        mp.autocast(jax.shard_map(averaged, **specs)),
+        jax.shard_map(mp.autocast(averaged), **specs),
+        mp.autocast(local),  # jit with a sharded batch
+    ):
+        step = jax.jit(jax.value_and_grad(run))
+        jaxpr = str(step.trace(w, split).jaxpr)
+        assert "precision_contract" in jaxpr and "dot_general[" not in jaxpr, "every product is low"
+        value, grad = step(w, split)
+        assert grad.dtype == jnp.float32
+        np.testing.assert_allclose(value, want[0], rtol=1e-3)
+        np.testing.assert_allclose(grad, want[1], rtol=0.02, atol=1e-2 * float(jnp.abs(want[1]).max()))
+        same_on_all(grad)
+    out = jax.jit(mp.autocast(lambda x: jax.nn.relu(x @ w)))(split)
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
+
+
 # ---- agreement -----------------------------------------------------------------------------------------------------
 
 

@@ -72,7 +72,7 @@ def vjp_rule(eqn: Any, perturbed: Sequence[bool]) -> tuple[Any, Sequence[Any], i
     """The author's forward rule of a ``custom_vjp_call``: a jaxpr that gives residuals, then results; its constants.
 
     Then how many residuals it gives, and where each residual of the backward rule is found: None for the next of them, or
-    the position of an argument (not counting constants).
+    the position of an argument, constants among them.
     """
     jaxpr, consts = eqn.params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
     _, residuals, forwarded = eqn.params["out_trees"]()
@@ -81,4 +81,18 @@ def vjp_rule(eqn: Any, perturbed: Sequence[bool]) -> tuple[Any, Sequence[Any], i
 
 def backward_rule(eqn: Any) -> Callable[..., Sequence[Any]]:
     """The author's backward rule of a ``custom_vjp_call``: from residuals and cotangents to cotangents of the arguments."""
-    return eqn.params["bwd"].call_wrapped
+
+    def backward(*args: Any) -> Sequence[Any]:
+        found = eqn.params["bwd"].call_wrapped(*args)
+        logs = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list)  # since JAX 0.12
+        return found[0] if logs else found
+
+    return backward
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many constants, and how many carried values, come first among the arguments of a ``scan``."""
+    if "num_carry" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # since JAX 0.12
+    return len(consts), len(carry)

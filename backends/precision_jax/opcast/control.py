@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
-from precision_jax.opcast import marks
+from precision_jax.opcast import _private, marks
 from precision_jax.opcast.cache import body
 from precision_jax.opcast.contract import saving
 from precision_jax.opcast.notes import CASTABLE, F32, PLAIN, Note, castable, dtype_of
@@ -50,7 +50,7 @@ def _jit(rw: Rewriter, eqn: Any, args: list[Any], notes: list[Note], scope: tupl
     return bind(eqn, args, jaxpr=new), list(known)
 
 
-@handles("closed_call", "call", "core_call")
+@handles("closed_call", "call", "core_call", "eval_jaxpr")
 def _call(rw: Rewriter, eqn: Any, args: list[Any], notes: list[Note], scope: tuple[str, ...]) -> Results:
     inner = eqn.params["call_jaxpr"]
     closed = inner if isinstance(inner, jex.ClosedJaxpr) else jex.ClosedJaxpr(inner, ())
@@ -72,7 +72,7 @@ def _remat(rw: Rewriter, eqn: Any, args: list[Any], notes: list[Note], scope: tu
 
 @handles("scan")
 def _scan(rw: Rewriter, eqn: Any, args: list[Any], notes: list[Note], scope: tuple[str, ...]) -> Results:
-    first, count = eqn.params["num_consts"], eqn.params["num_carry"]
+    first, count = _private.scan_counts(eqn)
     last = first + count
     inside = (*notes[:first], *_computed(notes[first:last]), *map(_sliced, notes[last:]))
     carry = _dtypes(args[first:last])

@@ -71,10 +71,10 @@ def _custom_vjp(rw: Rewriter, eqn: Any, args: list[Any], notes: list[Note], scop
         jaxpr, held, residuals, forwarded = _private.vjp_rule(eqn, [True] * len(xs))
         results = rw.run(jaxpr, held, xs, notes[count:], scope)[0]
         kept, primal = iter(results[:residuals]), results[residuals:]
-        saved = [next(kept) if place is None else xs[place] for place in forwarded]
+        saved = [next(kept) if place is None else xs[place - count] for place in forwarded]
         at = [v.aval for v in jaxpr.outvars[:residuals]]
         avals = iter(at)
-        saved_at = [next(avals) if place is None else declared_in[place] for place in forwarded]
+        saved_at = [next(avals) if place is None else declared_in[place - count] for place in forwarded]
         wanted = jax.eval_shape(fun, *xs)
         return tuple(_as(primal, wanted)), (tuple(saved), _Static(tuple(saved_at)), tuple(_Like(x.dtype) for x in xs))
 

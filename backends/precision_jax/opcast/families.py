@@ -18,7 +18,7 @@ FAMILY: dict[str, str] = _table(
         psum psum_invariant reduce_scatter symmetric_product
     """,
     transcendental="""
-        exp exp2 expm1 log log1p pow integer_pow square rsqrt tan acos acosh asin cosh sinh
+        exp exp2 expm1 log log2 log1p pow integer_pow square rsqrt tan acos acosh asin cosh sinh
         erf_inv lgamma digamma polygamma zeta igamma igammac igamma_grad_a
         regularized_incomplete_beta bessel_i0e bessel_i1e
     """,
@@ -29,18 +29,35 @@ FAMILY: dict[str, str] = _table(
     elementwise="""
         add add_any sub mul div rem neg abs sign max min sqrt cbrt logistic tanh erf erfc sin cos
         asinh atan atan2 atanh floor ceil round nextafter clamp select_n is_finite
-        eq ne lt le gt ge eq_to lt_to le_to concatenate stack dynamic_update_slice reduce_precision
+        eq ne lt le gt ge one_minus_square polynomial eq_to lt_to le_to concatenate stack dynamic_update_slice reduce_precision
     """,
     shape="""
         broadcast_in_dim broadcast_to reshape transpose squeeze slice dynamic_slice gather pad rev copy tile split unstack
         reduce_max reduce_min argmax argmin cummax cummin reduce_window_max reduce_window_min sort top_k approx_top_k
         stop_gradient name optimization_barrier sharding_constraint layout_constraint reshard device_put
         with_memory_space_constraint pvary pbroadcast preduced all_gather all_gather_invariant all_gather_reduced all_to_all
-        ppermute pmax pmin ragged_all_to_all pin unpin tie dce_sink reduced_vary_cast_p vary_unreduced_cast_p
-        unreduced_psum unreduced_reduce_scatter
+        ppermute pmax pmin ragged_all_to_all pin unpin tie dce_sink reduced_vary_cast_p vary_unreduced_cast_p reduced_vary_cast vary_unreduced_cast relayout pbroadcast_dynamic
+        unreduced_psum unreduced_pmax unreduced_pmin unreduced_reduce_scatter
     """,
 )
 """Families by primitive name."""
+
+OF_OTHER_RELEASES = frozenset(
+    [
+        "log2",
+        "one_minus_square",
+        "polynomial",
+        "reduced_vary_cast",
+        "vary_unreduced_cast",
+        "relayout",
+        "pbroadcast_dynamic",
+        "unreduced_pmax",
+        "unreduced_pmin",
+        "reduced_vary_cast_p",
+        "vary_unreduced_cast_p",
+    ]
+)
+"""Names of :data:`FAMILY` that not every JAX has that this package admits."""
 
 WHY: dict[str, str] = {
     "sqrt": "torch.autocast leaves it: it shrinks what it is given",
@@ -125,7 +142,7 @@ CONTRACTIONS = frozenset(name for name, family in FAMILY.items() if family in ("
 """Primitives that multiply and accumulate."""
 
 ENTERED: dict[str, str] = {
-    "jit": "entered", "closed_call": "entered", "call": "entered", "core_call": "entered", "remat2": "entered, policy kept",
+    "jit": "entered", "closed_call": "entered", "call": "entered", "core_call": "entered", "eval_jaxpr": "entered", "remat2": "entered, policy kept",
     "scan": "entered, carries to a fixed point", "while": "entered, carries to a fixed point",
     "cond": "entered, branches agree", "custom_jvp_call": "entered, rule kept", "custom_vjp_call": "entered, rule kept",
     "shard_map": "entered", "custom_linear_solve": "float32, the functions inside too", "convert_element_type": "an author's cast is obeyed; JAX's own are not needed",
@@ -134,7 +151,7 @@ ENTERED: dict[str, str] = {
 
 OPAQUE: dict[str, str] = {
     **dict.fromkeys(
-        ("pallas_call", "core_map", "ffi_call", "call_exported", "composite", "custom_partitioning", "cudnn_fusion",
+        ("pallas_call", "core_map", "ffi_call", "call_exported", "call_hi_primitive", "composite", "custom_partitioning", "cudnn_fusion",
          "scaled_matmul", "scaled_matmul_wrapper", "scaled_dot", "mosaic_call", "tpu_custom_call"),
         "a kernel written for its dtypes",
     ),

@@ -34,6 +34,12 @@ KNOWN: dict[tuple[str, str], str] = {
         ("norm", "haiku/_src/batch_norm.py", "__call__"),
         ("norm", "haiku/_src/group_norm.py", "__call__"),
         ("norm", "haiku/_src/rms_norm.py", "__call__"),
+        (
+            "linalg",
+            "jax/_src/numpy/linalg.py",
+            "cholesky svd qr eigh eigvalsh eig eigvals pinv inv solve lstsq det slogdet cond",
+        ),
+        ("linalg", "jax/_src/numpy/linalg.py", "matrix_rank tensorsolve tensorinv"),
         ("transcendental", "jax/_src/nn/functions.py", "softplus"),
         ("transcendental", "jax/_src/lax/other.py", "logaddexp logaddexp2"),
         ("reduction", "jax/_src/image/scale.py", "_scale_and_translate"),
@@ -44,7 +50,7 @@ KNOWN: dict[tuple[str, str], str] = {
 """Functions recognised by file and name, and their family. The elementwise ones compute in float32 inside, as kernels do,
 and give what they were given."""
 
-LIBRARIES: dict[str, str] = {"optax/losses/": "loss"}
+LIBRARIES: dict[str, str] = {"optax/losses/": "loss", "jax/_src/scipy/linalg.py": "linalg"}
 """Folders all of whose functions are of one family."""
 
 ATTENTION: tuple[tuple[str, str], ...] = tuple(

@@ -91,8 +91,8 @@ class Rewriter:
     ) -> Results:
         """Evaluate an open jaxpr. Gives its results and what is known of them."""
         frame = _Frame(self, jaxpr, prefix)
-        frame.write(jaxpr.constvars, consts, [Note(stored=True, whole=True)] * len(consts))
-        frame.write(jaxpr.invars, args, notes)
+        held = [Note(stored=True, whole=True)] * len(consts)
+        frame.write([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], [*held, *notes])
         position = 0
         while position < len(jaxpr.eqns):
             position = frame.step(position)
@@ -242,7 +242,7 @@ class _Frame:
         target = self.rw.rules.target(family, scope, [n.path for n in pair], islands=kept)
         if not both or kept or target is None or target == F32 or _algorithm(eqn):
             args = [self.cast(x, F32, n) for x, n in zip(args, notes, strict=True)]
-            changed = {"precision": None} if eqn.params.get("precision") in _OURS else {}
+            changed: dict[str, Any] = {"precision": None} if eqn.params.get("precision") in _OURS else {}
             if both:  # what JAX chose for low operands would round the float32 sum
                 changed["preferred_element_type"] = F32
             return bind(eqn, args, **changed), [Note(pinned=int(kept))]

@@ -158,6 +158,19 @@ class TestCustomDerivatives:
         close(dw, 3.0 * X.T @ jnp.ones((4, 8)))
         assert set(products(jax.grad(run, (0, 1)), X, W)) == {"bfloat16"}
 
+    def test_a_function_that_closes_over_a_traced_value(self):
+        """It comes first among the arguments; a residual that is an argument is still found."""
+
+        def outer(x, w):
+            @jax.custom_vjp
+            def f(x):
+                return jnp.sin(x @ w)
+
+            f.defvjp(lambda x: (jnp.sin(x), x), lambda kept, ct: (3.0 * kept,))
+            return f(X * x).sum()
+
+        close(jax.jit(jax.grad(BF16.autocast(outer)))(X, W), 3.0 * X * X * X)
+
     def test_vjp_rules_with_integers_none_and_low_inputs(self):
         @jax.custom_vjp
         def f(h, n):

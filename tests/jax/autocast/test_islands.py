@@ -174,6 +174,16 @@ class TestMarkedRegions:
         np.testing.assert_allclose(mean, np.asarray(X @ W).mean(), atol=0.02)
         assert out.shape == (4, 8)
 
+    def test_of_nested_islands_the_innermost_counts(self):
+        inner = BF16.island("bfloat16")(jnp.exp)
+        run = BF16.autocast(lambda x, w: BF16.island("float32")(lambda x: inner(x * 2.0))(x @ w))
+        assert dtypes(run, X, W, of="exp") == ["bfloat16->bfloat16"]
+        assert dtypes(run, X, W, of="mul") == ["float32,float32->float32"]
+
+    def test_a_dtype_that_nothing_computes_in_is_refused(self):
+        with pytest.raises(PolicyError, match="an island in float8_e4m3fn: cpu:0 does not compute in it"):
+            BF16.island("float8_e4m3fn")
+
 
 class TestNested:
     def test_the_inner_policy_holds_inside(self):
