@@ -25,10 +25,11 @@ def _attention(q: Any, k: Any, v: Any, mask: Any = None) -> Any:
 
 
 def _group_norm(x: Any, scale: Any, offset: Any) -> Any:
-    split = tf.reshape(x, (2, 4, 4, 2, 2)) if x.shape[1] == 4 else tf.reshape(x, (*x.shape[:-1], 2, x.shape[-1] // 2))
+    groups = (2, x.shape[-1] // 2)
+    split = tf.reshape(x, (*x.shape[:-1], *groups))
     mean, variance = tf.nn.moments(split, (1, 2, 4), keepdims=True)
-    normed = tf.nn.batch_normalization(split, mean, variance, None, None, 1e-5)
-    return tf.reshape(normed, x.shape) * scale + offset
+    scale, offset = tf.reshape(scale, groups), tf.reshape(offset, groups)
+    return tf.reshape(tf.nn.batch_normalization(split, mean, variance, offset, scale, 1e-5), x.shape)
 
 
 def _batch_norm(x: Any, scale: Any, offset: Any) -> Any:

@@ -284,6 +284,7 @@ def run_network(mp: Any, spec: NetworkSpec, device: str) -> NetworkResult:
             out = model(inputs)
             return out, F.cross_entropy(out.flatten(0, -2), labels.flatten())
 
+    torch._dynamo.reset()  # each run is another model, and counts as a recompilation of the same code
     run = torch.compile(loss_of, backend="eager", fullgraph=True) if spec.compiled else loss_of
     saved = Saved([*model.parameters(), *model.buffers(), inputs, labels])
     with saved.hooks():

@@ -1,5 +1,8 @@
 """Op-level autocast: the same decisions and values of each op, and of whole networks, on the three backends."""
 
+import functools
+
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -7,7 +10,7 @@ from precision import PrecisionPolicy, Rule
 from precision.ops import FAMILIES
 from precision.parity import AUTOCAST_CASES, OpResult, ParityAdapter
 from precision.parity.autocast_tiers import case_inputs, tier_autocast
-from precision.parity.networks import NETWORKS, tier_networks
+from precision.parity.networks import NETWORKS, float32_results, tier_networks
 from precision.parity.remote import PolicyOnly
 
 LOW = {name: PrecisionPolicy.from_name(name) for name in ("mixed_float16", "mixed_bfloat16")}
@@ -43,27 +46,36 @@ def test_family_rules_mean_the_same(adapters):
     del values  # a norm inside of bfloat16 is what was asked for
 
 
+@pytest.fixture(scope="module")
+def wide(adapters):
+    """Each network's float32 results, by backend."""
+    return functools.cache(lambda network: float32_results(adapters, network))
+
+
+def agree(adapters, wide, network, policy, **options):
+    result = tier_networks(adapters, network, policy, wide=wide(network), **options)
+    print(f"\n{network}: {result.detail}")
+    assert result.passed, result.failures
+    return result.detail
+
+
 @pytest.mark.parametrize("policy", LOW.values(), ids=LOW)
 @pytest.mark.parametrize("network", NETWORKS)
-def test_whole_networks_agree(adapters, network, policy):
-    result = tier_networks(adapters, network, policy)
-    assert result.passed, result.failures
+def test_whole_networks_agree(adapters, wide, network, policy):
+    detail = agree(adapters, wide, network, policy)
     if network == "transformer" and policy.compute_dtype == "bfloat16":
-        assert max(result.detail["saved"].values()) <= 0.6, result.detail
+        assert max(detail["saved"].values()) <= 0.6
 
 
 @pytest.mark.parametrize("network", ["transformer", "lstm"])
-def test_networks_that_are_not_compiled_agree(adapters, network):
-    result = tier_networks(adapters, network, LOW["mixed_bfloat16"], compiled=False)
-    assert result.passed, result.failures
+def test_networks_that_are_not_compiled_agree(adapters, wide, network):
+    agree(adapters, wide, network, LOW["mixed_bfloat16"], compiled=False)
 
 
-def test_rules_for_modules_mean_the_same(adapters):
-    rules = [{"module": "block0.mlp", "dtype": "float32"}, {"module": "block1.norm?", "dtype": "bfloat16"}]
-    policy = LOW["mixed_bfloat16"].with_(rules=[Rule(**rule) for rule in rules])
-    ruled = {"block0.mlp": "float32", "block1.norm1": "bfloat16", "block1.norm2": "bfloat16"}
-    result = tier_networks(adapters, "transformer", policy, modules=ruled)
-    assert result.passed, result.failures
+def test_rules_for_modules_mean_the_same(adapters, wide):
+    rules = [Rule(module="block0.mlp", dtype="float32"), Rule(module="*.attention", dtype="float32")]
+    ruled = dict.fromkeys(("block0.mlp", "block0.attention", "block1.attention"), "float32")
+    agree(adapters, wide, "transformer", LOW["mixed_bfloat16"].with_(rules=rules), modules=ruled)
 
 
 class Wrong(ParityAdapter):
@@ -89,8 +101,6 @@ class Wrong(ParityAdapter):
 
 def test_the_tier_fails_a_backend_that_computes_all_in_one_dtype():
     for dtype, wrong in (("float32", ("compute",)), ("bfloat16", ("float32",))):
-        import ml_dtypes
-
         adapter = Wrong(np.dtype(getattr(ml_dtypes, dtype, dtype)))
         decisions, values = tier_autocast([(adapter, PolicyOnly(LOW["mixed_bfloat16"]))])
         blamed = {failure.split(" on ")[0] for failure in decisions.failures}
