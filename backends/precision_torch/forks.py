@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from precision.testing import RankError
 
@@ -77,6 +79,7 @@ def _fork(rank: int, act: Callable[[int], Any], folder: Path) -> int:
     code = 1
     try:
         torch.set_num_threads(1)
+        register_module_forward_pre_hook(_keep)
         (folder / f"result{rank}").write_bytes(pickle.dumps(act(rank)))
         code = 0
     except BaseException:  # noqa: BLE001 - told to the parent, whatever it is
@@ -84,6 +87,19 @@ def _fork(rank: int, act: Callable[[int], Any], folder: Path) -> int:
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+_KEPT: list[Any] = []
+
+
+def _keep(module: Any, inputs: Any) -> None:
+    """Keep a DDP module until the rank exits, which it does without destroying anything.
+
+    PyTorch destroys DDP's reducer, and with it a gloo group, while it holds the interpreter's lock; the group's thread may need
+    that lock to let go of the last collective, and then each waits for the other for ever.
+    """
+    if isinstance(module, DistributedDataParallel) and not any(kept is module for kept in _KEPT):
+        _KEPT.append(module)
 
 
 def _kill(children: dict[int, int]) -> None:

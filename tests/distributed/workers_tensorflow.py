@@ -534,7 +534,7 @@ def check_patterns(two, three, folder):
                 done.update(zip(at, trainer.run(np.stack([specs[i].factors for i in at])), strict=True))
             return [done[i] for i in range(len(specs))]
 
-    runs = ((2, two, 640), (3, three, 240), (4, four, 120))
+    runs = ((2, two, 96), (3, three, 36), (4, four, 16))
     results = [tier_replicas(Here(), each, replica_specs(count, n, steps=8)) for n, each, count in runs]
     return [result.detail for result in results], [text for result in results for text in result.failures]
 
