@@ -1,12 +1,14 @@
-"""TensorFlow's ops with floating inputs or outputs, by name, and where each stands: for the table of all backends."""
+"""TensorFlow's ops with floating inputs or outputs by name, then known functions: for the table of all backends."""
 
 from __future__ import annotations
 
+import keras
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 from precision.ops import OpEntry
 from precision_tensorflow.opcast.families import ENTERED, FAMILY, WHY, opaque
+from precision_tensorflow.opcast.known import FUNCTIONS
 from precision_tensorflow.opcast.notes import CASTABLE
 
 _FLOATS = frozenset(d.as_datatype_enum for d in CASTABLE)
@@ -39,4 +41,18 @@ def op_table() -> list[OpEntry]:
             found.append(OpEntry(name, None, ENTERED[name]))
         elif (why := opaque(name)) is not None:
             found.append(OpEntry(name, None, why))
+    return found + [OpEntry(name, family) for name, family in sorted(known_functions().items())]
+
+
+def known_functions() -> dict[str, str]:
+    """The public functions made of several ops that are recognised as one, with the family of each."""
+    spaces = {"tf.nn": tf.nn, "tf.math": tf.math, "tf.linalg": tf.linalg, "keras.ops": keras.ops}
+    found = {}
+    for file, functions in FUNCTIONS.items():
+        ours = {n: m for n, m in spaces.items() if n.startswith("keras" if file.startswith("keras") else "tf")}
+        for name, family in functions.items():
+            public = name.lstrip("_")
+            place = next((space for space, module in ours.items() if hasattr(module, public)), None)
+            if place is not None:
+                found[f"{place}.{public}"] = family
     return found

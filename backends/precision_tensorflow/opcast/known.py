@@ -10,7 +10,7 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 _KERAS_NORM = "keras/src/layers/normalization/"
-_FUNCTIONS: dict[str, dict[str, str]] = {
+FUNCTIONS: dict[str, dict[str, str]] = {
     "tensorflow/python/ops/nn_impl.py": {
         **dict.fromkeys(("moments", "moments_v2", "weighted_moments", "weighted_moments_v2", "batch_normalization",
                          "l2_normalize", "normalize_moments"), "norm"),
@@ -76,7 +76,7 @@ def _look_up(code: CodeType) -> str | None:
     for file, family in _FILES.items():
         if path.endswith(file):
             return family
-    for file, names in _FUNCTIONS.items():
+    for file, names in FUNCTIONS.items():
         if code.co_name in names and path.endswith(file):
             return names[code.co_name]
     return None

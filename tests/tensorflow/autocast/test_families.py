@@ -37,3 +37,12 @@ def test_the_backend_lists_them_by_family():
     table = {entry.name: entry for entry in get_backend("tensorflow").op_table()}
     assert table["MatMul"].family == "matmul" and table["Square"].family == "transcendental"
     assert table["ResourceApplyAdam"].family is None and "variable" in table["ResourceApplyAdam"].why
+
+
+def test_known_functions_are_public_ones_by_name():
+    known = coverage.known_functions()
+    assert {
+        "tf.nn.gelu": "elementwise",
+        "tf.nn.moments": "norm",
+        "keras.ops.layer_normalization": "norm",
+    }.items() <= known.items()
