@@ -86,11 +86,11 @@ def work(folder: str) -> None:
 
     state = optimizer.state_dict()
     total = sum(float(np.abs(v.numpy()).sum()) for v in model.trainable_variables)
-    print(
+    sys.stdout.write(  # line and end at once: two processes write to the same terminal
         f"worker {me}: loss {loss:.4f}, {state['skipped']} skipped, loss scale {state['scale']:g}, weights {total:.6f}, "
-        f"checkpoints {checkpoints.steps()}",
-        flush=True,
+        f"checkpoints {checkpoints.steps()}\n"
     )
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

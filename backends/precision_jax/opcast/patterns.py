@@ -295,6 +295,8 @@ def _regions(jaxpr: Any, uses: dict[Any, list[int]], made: dict[Any, int]) -> di
     while start < len(names):
         stop = start + 1
         while stop < len(names) and names[stop] == names[start]:
+            if names[start] == "elementwise" and not _goes_on(jaxpr, uses, names, start, stop):
+                break  # another call, whose inputs may have another dtype
             stop += 1
         if names[start] == "norm":
             stop = _affine(jaxpr, uses, made, names, start, stop)
@@ -303,6 +305,17 @@ def _regions(jaxpr: Any, uses: dict[Any, list[int]], made: dict[Any, int]) -> di
             found[start] = _region(jaxpr, uses, names[start], start, stop)
         start = stop
     return found
+
+
+def _goes_on(jaxpr: Any, uses: dict[Any, list[int]], names: list[str | None], start: int, stop: int) -> bool:
+    """Whether the call of an activation goes on at ``stop``: what it has made is used there or later in the same run.
+
+    One that is compiled for itself (as most of ``jax.nn`` are) is one equation.
+    """
+    if _holds_a_program(jaxpr.eqns[start]) or _holds_a_program(jaxpr.eqns[stop]):
+        return False
+    end = next((p for p in range(stop, len(names)) if names[p] != names[start]), len(names))
+    return any(stop <= p < end for eqn in jaxpr.eqns[start:stop] for v in eqn.outvars for p in uses.get(v, []))
 
 
 def _affine(

@@ -82,15 +82,23 @@ def _look_up(code: CodeType) -> str | None:
     return None
 
 
-def from_frames(frame: FrameType | None, stop: CodeType) -> Known | None:
-    """The outermost known function on the stack, up to the function being traced."""
-    found: Known | None = None
+def from_frames(frame: FrameType | None, stop: CodeType, held: dict[int, FrameType]) -> Known | None:
+    """The outermost known function on the stack, up to the function being traced.
+
+    Args:
+        frame: where to begin.
+        stop: the code of the function that calls what is traced.
+        held: takes the frames of known calls: while they are alive, no other call can have the identity of one of them.
+    """
+    outermost: FrameType | None = None
     while frame is not None and frame.f_code is not stop:
-        family = family_of(frame.f_code)
-        if family is not None:
-            found = Known(family, (id(frame.f_code), id(frame)))
+        if family_of(frame.f_code) is not None:
+            outermost = frame
         frame = frame.f_back
-    return found
+    if outermost is None:
+        return None
+    held[id(outermost)] = outermost
+    return Known(str(family_of(outermost.f_code)), (id(outermost.f_code), id(outermost)))
 
 
 def from_scope(name: str) -> Known | None:

@@ -67,10 +67,11 @@ def recording(stop: Any, casts: bool) -> Iterator[Records]:
         casts: whether casts of float32 to float32 are looked for too, at some cost.
     """
     records = Records()
+    held: dict[int, Any] = {}
 
     def made(op_type: str, inputs: Any, attrs: Any, outputs: Any, op_name: Any = None, graph: Any = None) -> None:
         if graph is not None and op_name is not None:
-            where = known.from_frames(sys._getframe(1), stop)
+            where = known.from_frames(sys._getframe(1), stop, held)
             name = op_name.decode() if isinstance(op_name, bytes) else op_name
             records.note(graph, name, Record(current_path(), where, marks.current()))
 
@@ -80,6 +81,7 @@ def recording(stop: Any, casts: bool) -> Iterator[Records]:
             yield records
     finally:
         op_callbacks.remove_op_callback(made)
+        held.clear()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 from precision import Rule
+from precision_jax.autocast import untouched
 from tests.jax.autocast.common import BF16, FP16, bind, dtypes, normal, products, rounded, traced
 
 X, W, B = normal(5, 64), normal(64, 6, seed=1), normal(6, seed=2)
@@ -275,3 +276,13 @@ class TestPatterns:
             return sum(x.nbytes for x in jax.tree.leaves(vjp))
 
         assert kept(True) < 0.7 * kept(False)
+
+
+def test_two_calls_of_one_activation_keep_each_its_own_dtype():
+    def run(x, w):
+        low = x @ w
+        activations = (jax.nn.gelu, jax.nn.silu, jax.nn.sigmoid, jax.nn.elu, jax.nn.softplus)
+        return [activation(each) for activation in activations for each in (x, low, x)]
+
+    got = [out.dtype.name for out in jax.eval_shape(untouched(BF16, run), jnp.ones((4, 8)), jnp.ones((8, 8)))]
+    assert got == ["float32", "bfloat16", "float32"] * 4 + ["float32"] * 3

@@ -1,5 +1,6 @@
 """What single ops and small patterns become: author's casts, constants, masks, islands, marked functions, what is left alone."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -261,3 +262,15 @@ def test_the_low_kernel_of_a_device_is_used_where_it_has_one():
     ops = cast.get_concrete_function(draw(4, 4), draw(4, 4)).graph.get_operations()
     assert {x.dtype.name for op in ops if op.type == "MatMul" for x in op.inputs} == {"bfloat16"}
     assert dtypes_of(tf.matmul, draw(4, 4), draw(4, 4), op="MatMul") == {"float32"}
+
+
+def test_two_calls_of_one_activation_keep_each_its_own_dtype():
+    """Also where Python gives the second call's frame the address of the first's."""
+
+    def run(x, w):
+        low = x @ w
+        activations = (tf.nn.gelu, tf.nn.silu, keras.ops.gelu, keras.activations.mish)
+        return [activation(each) for activation in activations for _ in range(5) for each in (x, low)]
+
+    function = MP.autocast_as_is(run)
+    assert [out.dtype.name for out in function(tf.ones((4, 8)), tf.ones((8, 8)))] == ["float32", "bfloat16"] * 20
