@@ -37,9 +37,7 @@ def op_table() -> list[OpEntry]:
     for file, name in ATTENTION:
         found[_path(file, name)] = OpEntry(_path(file, name), "attention")
     for folder, family in LIBRARIES.items():
-        found[folder.removesuffix(".py").strip("/").replace("/_src", "").replace("/", ".")] = OpEntry(
-            folder.removesuffix(".py").strip("/").replace("/_src", "").replace("/", "."), family
-        )
+        found[_module(folder)] = OpEntry(_module(folder), family)
     found |= {name: OpEntry(name, family) for name, family in AMOUNTS.items()}
     return sorted(found.values(), key=lambda entry: entry.name)
 
@@ -52,5 +50,10 @@ _PUBLIC = {
 
 
 def _path(file: str, name: str) -> str:
-    module = _PUBLIC.get(file) or file.removesuffix(".py").replace("/_src", "").replace("/", ".").replace("._", ".")
+    module = _PUBLIC.get(file) or _module(file).replace("._", ".")
     return module if name == "__call__" else f"{module}.{name}"
+
+
+def _module(place: str) -> str:
+    """A file or folder as a module."""
+    return place.removesuffix(".py").strip("/").replace("/_src", "").replace("/", ".")
